@@ -1,0 +1,69 @@
+"""What the engine loads from: the store, and behind it the computation of what no tier holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from weakref import WeakValueDictionary
+
+from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.tiered import TieredStore
+
+Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
+
+
+class ChunkSource:
+    """A KVSource that never misses. `encode` computes a chunk in steps; the service injects it.
+
+    One computation per missing chunk: whoever needs a chunk that is being computed drives the same computation on, and
+    it goes on with the others when one of them is aborted. All callers live on the one thread that owns the device.
+    """
+
+    def __init__(self, store: TieredStore, encode: Encode) -> None:
+        self._store = store
+        self._encode = encode
+        self._running: WeakValueDictionary[str, _Computation] = WeakValueDictionary()
+
+    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """See KVSource.load. The result is in the store, or on its way there."""
+        found = self._store.lookup(chunk)
+        if found.kv is not None and found.tier is not None:
+            return LoadedChunk(found.kv, found.tier, found.faults)
+        computation = self._running.get(chunk.key)
+        if computation is None:
+            computation = _Computation(self._encode(chunk))
+            self._running[chunk.key] = computation
+        while not computation.step():
+            yield
+        assert computation.result is not None
+        if computation.fresh():
+            self._store.put(chunk, computation.result)
+        return LoadedChunk(computation.result, "computed", found.faults)
+
+
+class _Computation:
+    """A computation of one chunk's KV that several requests may drive, a step at a time."""
+
+    def __init__(self, steps: Generator[None, None, ChunkKV]) -> None:
+        self.result: ChunkKV | None = None
+        self._steps = steps
+        self._error: Exception | None = None
+        self._taken = False
+
+    def step(self) -> bool:
+        """Takes one step, if any is left; True when the result is there. Raises what the computation raised."""
+        if self._error is not None:
+            raise self._error
+        if self.result is None:
+            try:
+                next(self._steps)
+            except StopIteration as stop:
+                self.result = stop.value
+            except Exception as error:
+                self._error = error
+                raise
+        return self.result is not None
+
+    def fresh(self) -> bool:
+        """True once: for the driver that is to store the result."""
+        taken, self._taken = self._taken, True
+        return not taken

@@ -1,0 +1,137 @@
+"""The engine's contract: plain requests in, plain events out. No tensors, no text, durations but never timestamps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from cache_store.base import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy; `seed` makes a draw repeatable."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StrategySpec:
+    """Name of a registered strategy and the share of context tokens it may recompute, 0..1."""
+
+    name: str
+    ratio: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A chunk and the glue before it: separator and source label, which belong to no chunk."""
+
+    glue: tuple[int, ...]
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Prefix, parts and suffix in prompt order, each tokenised on its own."""
+
+    id: str
+    prefix: tuple[int, ...]
+    parts: tuple[Part, ...]
+    suffix: tuple[int, ...]
+    strategy: StrategySpec
+    sampling: Sampling = Sampling()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return len(self.prefix) + len(self.suffix) + sum(len(p.glue) + len(p.chunk.token_ids) for p in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """Compute the chunks that no tier holds, whenever no query wants the device."""
+
+    id: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a prefill used. `recomputed_tokens`: context rows that entered layer 0 in Stage II."""
+
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    recomputed_tokens: int = 0
+    hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("memory", "disk", "redis", "computed"), 0))
+    bytes_loaded: int = 0
+    rows: int = 0
+    attention_pairs: int = 0
+    strategy: str = ""
+    ratio: float = 0.0
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prefill is done; `timings` are milliseconds by phase."""
+
+    usage: Usage
+    timings: dict[str, float]
+    predicted_full_prefill_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Ends a good generation: `stop` (an end-of-text token) or `length` (max_tokens)."""
+
+    reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One chunk of an EncodeRequest is in the store, or was there already (`tier`)."""
+
+    tier: str
+
+
+Request = GenerateRequest | EncodeRequest
+Event = Prefilled | Token | Finished | Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: queries running and waiting, background encodings, and how long ago the device thread took a step."""
+
+    alive: bool
+    running: int
+    waiting: int
+    background: int
+    seconds_since_step: float
+
+
+class EngineClient(Protocol):
+    """How the service reaches an engine, wherever it runs."""
+
+    def submit(self, request: Request) -> AsyncGenerator[Event]:
+        """Queues the request at once; closing the iterator aborts it.
+
+        Raises QueueFull or NotReady immediately, and from the iterator Cancelled or whatever failed.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Stops the request within one step: a layer, or a decoded token. Unknown ids are fine."""
+
+    def stats(self) -> EngineStats:
+        """Never blocks."""

@@ -1,0 +1,1 @@
+"""Documents in, chunks for a question out: parsing, chunking, embeddings, index, catalogue."""

@@ -1,0 +1,74 @@
+"""Cuts a document into chunks of the language model's own tokens, without overlap and without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from retriever.documents import ParsedDocument, TextEncoder
+
+VERSION = 1  # part of the index signature: a change here re-chunks every document
+
+# Where a chunk may end early, best first. Only the last quarter of a chunk is searched, so chunks stay nearly full.
+_BREAKS = ("\n\n", "\n", ". ", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Tokens of the characters [start, end) of a document, and where they stand."""
+
+    ordinal: int
+    token_ids: tuple[int, ...]
+    start: int
+    end: int
+    text: str
+    page: int | None
+    heading: str | None
+
+
+def chunk_document(document: ParsedDocument, encode: TextEncoder, max_tokens: int) -> list[TextChunk]:
+    """Chunks of at most `max_tokens` tokens. Their token ids concatenate to the document's, their texts to its text."""
+    ids, offsets = encode(document.text)
+    chunks = []
+    for ordinal, (first, last) in enumerate(_cuts(document.text, offsets, max_tokens)):
+        start = offsets[first][0] if ordinal else 0
+        end = offsets[last][0] if last < len(ids) else len(document.text)
+        section = document.section_at(start)
+        text = document.text[start:end]
+        chunks.append(TextChunk(ordinal, tuple(ids[first:last]), start, end, text, section.page, section.heading))
+    return chunks
+
+
+def _cuts(text: str, offsets: Sequence[tuple[int, int]], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Token ranges [first, last) of the chunks."""
+    first = 0
+    while first < len(offsets):
+        last = first + max_tokens
+        if last >= len(offsets):
+            yield first, len(offsets)
+            return
+        last = _cut_before(text, offsets, first + max_tokens * 3 // 4, last)
+        yield first, last
+        first = last
+
+
+def _cut_before(text: str, offsets: Sequence[tuple[int, int]], low: int, high: int) -> int:
+    """A token index in (low, high] at which to cut:
+
+    after the last paragraph, line, sentence or word that ends there.
+    """
+    for mark in _BREAKS:
+        for index in range(high, low, -1):
+            start = offsets[index][0]
+            ends_there = text.startswith(mark, start - len(mark)) or (
+                # Byte-level tokenizers put the space before a word into the word's token.
+                mark.endswith(" ") and text.startswith(mark, start - len(mark) + 1)
+            )
+            if ends_there and _whole_characters(offsets, index):
+                return index
+    return next((index for index in range(high, low, -1) if _whole_characters(offsets, index)), high)
+
+
+def _whole_characters(offsets: Sequence[tuple[int, int]], index: int) -> bool:
+    """No character is split between the tokens before and after a cut at `index`."""
+    return offsets[index - 1][1] <= offsets[index][0]

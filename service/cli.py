@@ -1,0 +1,240 @@
+"""The command `prophetkv`: serve, ingest, ask, models, doctor, config."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from errors import ProphetKVError
+from service.client import Client
+from service.settings import PREFIX, Settings, load_settings
+from service.version import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Long-context RAG with chunk KV reuse.",
+)
+console = Console()
+
+Url = Annotated[str, typer.Option(help="the server's address")]
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help=f"overrides {PREFIX}HOST")] = None,
+    port: Annotated[int | None, typer.Option(help=f"overrides {PREFIX}PORT")] = None,
+) -> None:
+    """Run the server in the foreground."""
+    overrides = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    settings = _settings(**overrides)
+    _log_to_stderr(settings)
+    from service.server import serve as run
+
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(exists=True, help="files, or folders to walk")],
+    collection: str = "default",
+    url: Url = _DEFAULT_URL,
+    wait: Annotated[bool, typer.Option(help="wait until everything is indexed and precomputed")] = True,
+) -> None:
+    """Send documents to a running server."""
+    files = [
+        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()
+    ]
+    failed = 0
+    with Client(url) as client, _progress() as bar:
+        jobs = {}
+        task = bar.add_task("sending", total=len(files))
+        for file in files:
+            try:
+                answer = client.put_file(file, collection)
+                if "job" in answer:
+                    jobs[file.name] = answer["job"]["id"]
+                bar.console.print(f"{file.name}: {answer['result']}")
+            except ProphetKVError as error:
+                failed += 1
+                bar.console.print(f"[red]{file.name}: {error}[/red]")
+            bar.advance(task)
+        if wait:
+            failed += _follow(client, jobs, bar)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def ask(
+    question: str,
+    collection: str = "default",
+    strategy: Annotated[str | None, typer.Option(help="full, naive or prophetkv")] = None,
+    ratio: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    url: Url = _DEFAULT_URL,
+) -> None:
+    """Ask a running server and stream the answer."""
+    options: dict[str, object] = {"collection": collection}
+    if strategy is not None:
+        options["strategy"] = {"name": strategy} | ({"ratio": ratio} if ratio is not None else {})
+    elif ratio is not None:
+        options["strategy"] = {"name": "prophetkv", "ratio": ratio}
+    if top_k is not None:
+        options["top_k"] = top_k
+    with Client(url) as client:
+        try:
+            stream_answer(client, question, options)
+        except ProphetKVError as error:
+            _fail(error)
+
+
+@app.command()
+def models(fetch: Annotated[str | None, typer.Option(help="fetch and convert this manifest entry now")] = None) -> None:
+    """List the manifest, or fetch a model ahead of time."""
+    from service.models import MANIFEST, is_cached, resolve_embedder, resolve_language_model
+
+    settings = _settings()
+    _log_to_stderr(settings)
+    if fetch is not None:
+        try:
+            if fetch in MANIFEST and MANIFEST[fetch].purpose == "embedder":
+                console.print(str(resolve_embedder(fetch, settings.model_cache)))
+            else:
+                console.print(str(resolve_language_model(fetch, settings.model_cache, settings.device, settings.dtype)))
+        except ProphetKVError as error:
+            _fail(error)
+        return
+    table = Table("name", "purpose", "file", "size", "licence", "cached")
+    for name, entry in MANIFEST.items():
+        cached = "yes" if is_cached(name, settings.model_cache) else "no"
+        table.add_row(name, entry.purpose, entry.file, f"{entry.nbytes / 1e6:.0f} MB", entry.licence, cached)
+    console.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Test the configured model and measure this machine: is reuse correct and does it pay here?"""
+    settings = _settings()
+    _log_to_stderr(settings)
+    from engine.model import Model
+    from service.doctor import examine
+    from service.models import resolve_language_model
+
+    try:
+        folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
+        model = Model.load(folder, settings.device, settings.dtype)
+    except ProphetKVError as error:
+        _fail(error)
+    console.print(f"{settings.model} on {model.device} in {str(model.dtype).removeprefix('torch.')}")
+    failed = 0
+    for finding in examine(model, settings):
+        mark = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "    "}[finding.passed]
+        console.print(f"{mark} {finding.what}: {finding.detail}", highlight=False)
+        failed += finding.passed is False
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def config() -> None:
+    """Print the effective settings and where each comes from; secrets are hidden."""
+    settings = _settings()
+    origins, values = settings.origins(), settings.shown()
+    for name, field in Settings.model_fields.items():
+        print(f"{PREFIX}{name.upper()}={values[name]}  # {origins[name]}: {field.description}")
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        console.print(__version__)
+        raise typer.Exit
+
+
+def stream_answer(client: Client, question: str, options: dict[str, object]) -> tuple[str, dict[str, object]]:
+    """Prints an answer as it comes and its sources. Returns the answer and the `done` event's data."""
+    answer, done, sources = "", {}, []
+    for name, data in client.ask(question, **options):
+        if name == "sources":
+            sources = data["sources"]
+        elif name == "token":
+            answer += data["text"]
+            console.print(data["text"], end="", markup=False, highlight=False, soft_wrap=True)
+        elif name == "done":
+            done = data
+    console.print()
+    for source in sources:
+        place = f"page {source['page']}" if "page" in source else source.get("heading") or ""
+        named = f"{source.get('document', 'context')} {place}".strip()
+        console.print(f"  [{source['index']}] {named}", markup=False, style="dim", highlight=False)
+    return answer, done
+
+
+def _follow(client: Client, jobs: dict[str, str], bar: Progress) -> int:
+    """Shows the jobs' progress until all have ended; returns how many failed."""
+    failed = 0
+    tasks = {name: bar.add_task(name, total=None) for name in jobs}
+    while jobs:
+        for name, job in list(jobs.items()):
+            info = client.job(job)
+            progress = info["progress"]
+            bar.update(
+                tasks[name],
+                description=f"{name}: {progress['stage']}",
+                completed=progress["done"],
+                total=progress["total"] or None,
+            )
+            if info["state"] not in ("pending", "running"):
+                del jobs[name]
+                bar.update(tasks[name], description=f"{name}: {info['state']}", completed=1, total=1)
+                if info["state"] != "succeeded":
+                    failed += 1
+                    bar.console.print(f"[red]{name}: {info['error']}[/red]")
+        time.sleep(0.2)
+    return failed
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )
+
+
+def _settings(**overrides: object) -> Settings:
+    try:
+        return load_settings(**overrides)
+    except ProphetKVError as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    console.print(f"[red]{error}[/red]", highlight=False)
+    raise typer.Exit(1)
+
+
+def _log_to_stderr(settings: Settings) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    for noisy in ("httpx", "httpcore", "sentence_transformers", "filelock", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Self-tests on the configured model and machine, and plain words on whether reuse pays here.
+
+The identities are those that the tests prove on tiny models, now on the loaded weights: ratio 0 is naive reuse,
+ratio 1 is the full prefill, a chunk encoded at one place and turned to another is the chunk encoded there, an entry
+survives its codec.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from cache_store import entry
+from cache_store.base import Chunk, ChunkKV, KVStore
+from cache_store.disk import DiskStore
+from cache_store.memory import MemoryStore
+from cache_store.redis import RedisStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from engine.base import GenerateRequest, Part, Sampling, StrategySpec
+from engine.encode import PrefixCache, encode_chunk
+from engine.model import Model
+from engine.prefill import Prefill
+from engine.strategies import STRATEGIES
+from errors import StoreError
+from service.settings import Settings
+
+T = TypeVar("T")
+
+_CHUNKS, _TOKENS = 4, 128
+_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.15,
+    torch.float16: 0.05,
+}  # of the largest logit's size, bf16 and fp16
+_BENCH_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `passed` is None for a measurement."""
+
+    what: str
+    passed: bool | None
+    detail: str
+
+
+def run_steps(steps: Generator[object, None, T]) -> T:
+    """Drives a generator to its end, here and now."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def examine(model: Model, settings: Settings) -> Iterator[Finding]:
+    """All findings, one by one as they are made."""
+    yield from _identities(model)
+    rate = _prefill_rate(model)
+    yield Finding("full prefill rate", None, f"{rate:,.0f} tokens/s at {_BENCH_TOKENS} tokens")
+    per_token = model.layout.layers * model.layout.layer_bytes(1)
+    even = rate * per_token / 1e9
+    yield Finding("KV size", None, f"{per_token / 1024:.0f} KiB a token")
+    for name, found in _tier_rates(model, settings):
+        if isinstance(found, StoreError):
+            yield Finding(f"{name} tier", False, str(found))
+            continue
+        verdict = "reuse pays" if found > even else "recomputing a chunk is faster than loading it"
+        yield Finding(f"{name} tier", None, f"reads {found:.2f} GB/s; break-even is {even:.3f} GB/s: {verdict}")
+
+
+def _identities(model: Model) -> Iterator[Finding]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, model.vocab_size, (count,), generator=generator).tolist())
+
+    prefix, suffix = draw(16), draw(24)
+    chunks = [Chunk(f"{index:064x}", draw(_TOKENS - 8 * index)) for index in range(_CHUNKS)]
+    prefixes = PrefixCache(model)
+    store = TieredStore([MemoryStore(1 << 40)])
+    source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
+    parts = tuple(Part(draw(3), chunk) for chunk in chunks)
+
+    def logits(name: str, ratio: float) -> Tensor:
+        request = GenerateRequest("doctor", prefix, parts, suffix, StrategySpec(name, ratio), Sampling(max_tokens=1))
+        return run_steps(STRATEGIES[name](Prefill(model, source, prefixes, request)))
+
+    try:
+        full, naive = logits("full", 1.0), logits("naive", 0.0)
+        scale = float(full.abs().max()) if model.dtype != torch.float32 else 1.0
+        bound = _TOLERANCE[model.dtype] * scale
+        yield _close("ratio 1 is the full prefill", logits("prophetkv", 1.0), full, bound)
+        yield _close("ratio 0 is naive reuse", logits("prophetkv", 0.0), naive, bound)
+        apart = float((naive - full).abs().max())
+        yield Finding("the two can be told apart", apart > 10 * bound, f"naive and full differ by {apart:.3g}")
+        yield _rotation(model, chunks[0])
+        yield _codec(model, chunks[0], run_steps(source.load(chunks[0])).kv)
+    finally:
+        store.close()
+
+
+def _close(what: str, found: Tensor, expected: Tensor, bound: float) -> Finding:
+    error = float((found - expected).abs().max())
+    return Finding(what, error <= bound, f"largest logit error {error:.2g}, bound {bound:.2g}")
+
+
+def _rotation(model: Model, chunk: Chunk) -> Finding:
+    """Keys have no position once turned back:
+
+    encoded behind prefixes of other length they differ only by what they saw.
+
+    The first layer sees nothing of the prefix, so there the two must agree.
+    """
+    near = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 4, chunk)).layers[0][0].float()
+    far = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 404, chunk)).layers[0][0].float()
+    error = float((near - far).abs().max() / near.abs().max())
+    bound = 1e-3 if model.dtype == torch.float32 else 0.05
+    return Finding("rotation", error <= bound, f"keys moved by 400 positions differ by {error:.2g}, bound {bound:.2g}")
+
+
+def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
+    again = entry.decode(entry.encode(chunk, kv, model.layout), chunk, model.layout)
+    same = all(torch.equal(a, b) for a, b in zip(kv.layers, again.layers, strict=True))
+    return Finding("codec round trip", same, "every byte is the same" if same else "bytes differ")
+
+
+def _prefill_rate(model: Model) -> float:
+    """Tokens per second of a full prefill."""
+    ids = tuple(torch.randint(0, model.vocab_size, (_BENCH_TOKENS,)).tolist())
+    request = GenerateRequest("doctor", (), (), ids, StrategySpec("full"), Sampling(max_tokens=1))
+    prefixes = PrefixCache(model)
+    store = TieredStore([MemoryStore(0)])
+    source = ChunkSource(store, partial(encode_chunk, model, prefixes, ()))
+    best = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        run_steps(STRATEGIES["full"](Prefill(model, source, prefixes, request)))
+        best = max(best, _BENCH_TOKENS / (time.perf_counter() - start))
+    store.close()
+    return best
+
+
+def _tier_rates(model: Model, settings: Settings) -> Iterator[tuple[str, float | StoreError]]:
+    """GB/s at which each configured tier gives a chunk back, verified."""
+    layout = model.layout
+    shape = (2, layout.kv_heads, _BENCH_TOKENS, layout.head_dim)
+    kv = ChunkKV(tuple(torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)))
+    chunk = Chunk("d0c" + "0" * 61, (0,) * _BENCH_TOKENS)
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.data_dir) as folder:
+        tiers: list[KVStore] = [MemoryStore(1 << 40), DiskStore(Path(folder), layout, 1 << 40)]
+        if settings.redis_url:
+            tiers.append(RedisStore(settings.redis_url, layout, settings.redis_timeout_ms / 1000))
+        target = model.new_slots(_BENCH_TOKENS)
+        for tier in tiers:
+            try:
+                tier.put(chunk, kv)
+                yield tier.name, max(_read_rate(tier, chunk, target.data) for _ in range(3))
+                tier.delete([chunk.key])
+            except StoreError as error:
+                yield tier.name, error
+            tier.close()
+
+
+def _read_rate(tier: KVStore, chunk: Chunk, target: Tensor) -> float:
+    start = time.perf_counter()
+    found = tier.get(chunk)
+    if found is None:
+        raise StoreError(f"{tier.name} did not give back what it took")
+    for layer in range(len(found.layers)):
+        found.read_into(layer, target[layer, 0], target[layer, 1])
+    return found.nbytes / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,184 @@
+"""Background work on documents:
+
+indexing, computing chunk KV ahead, removing KV nobody needs. Driven by the job table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from cache_store.base import Chunk
+from cache_store.keys import chunk_key
+from cache_store.tiered import TieredStore
+from engine.base import EncodeRequest, EngineClient
+from errors import Cancelled, StoreError
+from retriever.catalogue import Catalogue
+from retriever.jobs import JobInfo, Jobs, Work
+from retriever.retriever import Retriever
+from service.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_ENCODE_BATCH = (
+    8  # chunks handed to the engine at a time: bounds the writer's backlog and what a cancellation waits for
+)
+_RETRY_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+
+
+class Ingestor:
+    """Three workers: index, precompute (when on), purge.
+
+    What they do is in the database, so a restart goes on with it.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        jobs: Jobs,
+        retriever: Retriever,
+        engine: EngineClient,
+        store: TieredStore,
+        space: str,
+        precompute: bool,
+        settled: Callable[[], Awaitable[None]],
+        metrics: Metrics,
+    ) -> None:
+        """`space`: the KV key space in use. `settled` waits until the queries that are active now have ended."""
+        self._catalogue = catalogue
+        self._jobs = jobs
+        self._retriever = retriever
+        self._engine = engine
+        self._store = store
+        self._space = space
+        self._precompute = precompute
+        self._settled = settled
+        self._metrics = metrics
+        self._spaces: list[str] = []
+        self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
+        self._encoding = asyncio.Lock()
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Takes up what a former process left and starts the workers."""
+        await asyncio.to_thread(self._jobs.recover)
+        self._spaces = await asyncio.to_thread(self._jobs.register_key_space, self._space)
+        if self._precompute:
+            await asyncio.to_thread(self._jobs.encode_again, self._space)
+        self._tasks = [
+            asyncio.create_task(self._work("index", self._index)),
+            asyncio.create_task(self._work("precompute", self._encode)),
+            asyncio.create_task(self._purge()),
+        ]
+
+    async def stop(self) -> None:
+        """Ends the workers between two batches; unfinished jobs go on at the next start."""
+        self._stopping = True
+        for event in self._wake.values():
+            event.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """There may be new work."""
+        for event in self._wake.values():
+            event.set()
+
+    async def wait(self, job: str, seconds: float) -> JobInfo:
+        """The job when it has ended, or as it is after `seconds`. Raises NotFound."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            info = await asyncio.to_thread(self._jobs.job, job)
+            if info.state not in ("pending", "running") or asyncio.get_running_loop().time() >= deadline:
+                return info
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def purge_now(self) -> None:
+        """Removes the KV of chunks that no document holds from every tier, as far as the tiers answer now."""
+        await self._delete_kv(await asyncio.to_thread(self._jobs.purges))
+        self._wake["purge"].set()
+
+    async def _work(self, stage: str, handle: Callable[[Work], Awaitable[None]]) -> None:
+        while not self._stopping:
+            self._wake[stage].clear()
+            work = await asyncio.to_thread(self._jobs.claim, stage)
+            if work is None:
+                await self._wake[stage].wait()
+                continue
+            try:
+                await handle(work)
+            except Cancelled:
+                log.info("job %s stopped", work.job)
+            except Exception as error:
+                log.exception("job %s failed", work.job)
+                await asyncio.to_thread(self._jobs.fail, work.job, f"{type(error).__name__}: {error}")
+                self._metrics.jobs.labels("failed").inc()
+
+    async def _index(self, work: Work) -> None:
+        def progress(done: int, total: int) -> bool:
+            return not self._stopping and self._jobs.progress(work.job, done, total)
+
+        if not await asyncio.to_thread(self._retriever.index, work, progress):
+            return  # replaced or deleted meanwhile; whoever did it has cancelled the job
+        self._wake["purge"].set()
+        if self._precompute:
+            await asyncio.to_thread(self._jobs.next_stage, work.job, "precompute")
+            self._wake["precompute"].set()
+        else:
+            await self._finish(work, None)
+
+    async def _encode(self, work: Work) -> None:
+        held = await asyncio.to_thread(self._catalogue.revision_chunks, work.revision)
+        chunks = [Chunk(chunk_key(self._space, digest), ids) for digest, ids in held]
+        done = 0
+        while done < len(chunks):
+            async with self._encoding:
+                batch = tuple(chunks[done : done + _ENCODE_BATCH])
+                async with aclosing(self._engine.submit(EncodeRequest(uuid.uuid4().hex, batch))) as events:
+                    async for _ in events:
+                        done += 1
+                        known = await asyncio.to_thread(self._jobs.progress, work.job, done, len(chunks))
+                        if self._stopping or not known:
+                            break
+                if self._stopping or not known:
+                    while self._engine.stats().background:  # an abort takes effect at the engine's next step
+                        await asyncio.sleep(_POLL_SECONDS)
+                    raise Cancelled("the job was cancelled")
+                await asyncio.to_thread(self._store.flush)
+        await self._finish(work, self._space)
+
+    async def _finish(self, work: Work, encoded_for: str | None) -> None:
+        await asyncio.to_thread(self._jobs.finish, work.job, encoded_for)
+        self._metrics.jobs.labels("succeeded").inc()
+
+    async def _purge(self) -> None:
+        while not self._stopping:
+            self._wake["purge"].clear()
+            digests = await asyncio.to_thread(self._jobs.purges)
+            if not digests:
+                await self._wake["purge"].wait()
+                continue
+            # A query or encoding that started before the deletion may still write what it computed: remove once more
+            # when those have ended.
+            await self._settled()
+            async with self._encoding:
+                done = await self._delete_kv(digests)
+            if done:
+                await asyncio.to_thread(self._jobs.purged, digests)
+            else:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _delete_kv(self, digests: list[str]) -> bool:
+        """Removes the chunks' KV of every key space from every tier; False when a tier failed."""
+        keys = [chunk_key(space, digest) for space in self._spaces for digest in digests]
+        try:
+            await asyncio.to_thread(self._store.delete, keys)
+        except StoreError as error:
+            self._metrics.purge_failures.inc()
+            log.warning("chunk KV could not be removed from every tier, will be tried again: %s", error)
+            return False
+        return True

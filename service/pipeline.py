@@ -1,0 +1,287 @@
+"""A query from question to cited answer: retrieve, lay out the prompt, run the engine, turn tokens into events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cache_store.base import Chunk
+from cache_store.keys import chunk_key, tokens_digest
+from engine.base import EngineClient, Finished, GenerateRequest, Part, Prefilled, Sampling, StrategySpec, Token
+from engine.strategies import check_strategy
+from errors import Cancelled, NotReady, PromptTooLong
+from retriever.chunking import chunk_document
+from retriever.documents import ParsedDocument
+from retriever.retriever import Hit, Retriever
+from service.answer import AnswerText
+from service.metrics import Metrics
+from service.prompt import PromptTemplate
+from service.schemas import QueryBody
+from service.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A piece of context on offer: its token ids, and how the answer shows it."""
+
+    token_ids: tuple[int, ...]
+    shown: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvent:
+    """`name`: sources, token, citation or done; `data` is JSON."""
+
+    name: str
+    data: dict[str, Any]
+
+
+class Pipeline:
+    """Answers questions. One instance a service; all methods run on its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        retriever: Retriever,
+        engine: EngineClient,
+        prompt: PromptTemplate,
+        space: str,
+        window: int,
+        metrics: Metrics,
+    ) -> None:
+        """`space`: the KV key space. `window`: positions the model has."""
+        self._settings = settings
+        self._retriever = retriever
+        self._engine = engine
+        self._prompt = prompt
+        self._space = space
+        self._window = min(window, settings.max_context_tokens)
+        self._metrics = metrics
+        self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
+        self.draining = False
+
+    async def answer(self, body: QueryBody, indexing: int = 0) -> AsyncGenerator[AnswerEvent]:
+        """Events of one answer: sources, tokens and citations, done. Errors are raised, before or between events.
+
+        `indexing`: documents that are not searchable yet, which the answer says.
+        """
+        started = time.perf_counter()
+        if self.draining:
+            raise NotReady("the server is shutting down", retry_after=5.0)
+        request_id = uuid.uuid4().hex
+        ended = self.active[request_id] = asyncio.Event()
+        outcome = "error"
+        try:
+            async with aclosing(self._answer(request_id, body, indexing, started)) as events:
+                async for event in events:
+                    if event.name == "done":
+                        outcome = event.data["finish_reason"]
+                    yield event
+        except Cancelled:
+            outcome = "cancelled"
+            raise NotReady("the server is shutting down", retry_after=5.0) from None
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            self._metrics.requests.labels(self._strategy(body).name, outcome).inc()
+            del self.active[request_id]
+            ended.set()
+
+    async def wait_for_active(self) -> None:
+        """Waits until every request that is active now has ended."""
+        for ended in list(self.active.values()):
+            await ended.wait()
+
+    def abort_active(self) -> None:
+        """Ends every open answer with an error event."""
+        for request_id in list(self.active):
+            self._engine.abort(request_id)
+
+    async def _answer(
+        self, request_id: str, body: QueryBody, indexing: int, started: float
+    ) -> AsyncGenerator[AnswerEvent]:
+        strategy = self._strategy(body)
+        check_strategy(strategy)
+        max_tokens = body.max_tokens or self._settings.max_tokens
+        suffix = self._prompt.suffix(body.question)
+        room = self._window - len(self._prompt.prefix) - len(suffix) - max_tokens
+        if room < 0:
+            raise PromptTooLong(
+                f"question ({len(suffix)} tokens with its frame), system prompt ({len(self._prompt.prefix)}) and "
+                f"max_tokens ({max_tokens}) need {self._window - room} tokens; the window is {self._window}"
+            )
+        sources, dropped = await self._sources(body, room)
+        retrieve_ms = _since(started)
+        request = GenerateRequest(
+            request_id,
+            self._prompt.prefix,
+            # The best source is number 1 and stands last, nearest to the question.
+            tuple(self._part(number, sources[number - 1]) for number in self._order(body, len(sources))),
+            suffix,
+            strategy,
+            Sampling(max_tokens, body.temperature, body.top_p, body.seed),
+        )
+        async with aclosing(self._engine.submit(request)) as events:
+            shown = [{"index": number, **source.shown} for number, source in enumerate(sources, start=1)]
+            yield AnswerEvent("sources", {"sources": shown, "dropped": dropped})
+            text = AnswerText(self._prompt.decoder(), body.stop, len(sources))
+            prefilled, count, first_token_ms, reason = None, 0, 0.0, ""
+            async for event in events:
+                fresh = ""
+                if isinstance(event, Prefilled):
+                    prefilled = event
+                elif isinstance(event, Token):
+                    count += 1
+                    fresh = text.add(event.id)
+                elif isinstance(event, Finished):
+                    fresh, reason = text.finish(), event.reason
+                if fresh:
+                    first_token_ms = first_token_ms or _since(started)
+                    yield AnswerEvent("token", {"text": fresh})
+                    for cited in text.new_citations():
+                        yield AnswerEvent("citation", {**asdict(cited), "source": shown[cited.number - 1]})
+                if text.stopped:
+                    reason = "stop"
+                    break
+        assert prefilled is not None
+        yield AnswerEvent(
+            "done", self._done(prefilled, count, reason, dropped, indexing, retrieve_ms, first_token_ms, started)
+        )
+
+    def _strategy(self, body: QueryBody) -> StrategySpec:
+        told = body.strategy
+        ratio = told.ratio if told is not None and told.ratio is not None else self._settings.ratio
+        return StrategySpec(told.name if told is not None else self._settings.strategy, ratio)
+
+    async def _sources(self, body: QueryBody, room: int) -> tuple[list[Source], int]:
+        """What the prompt holds, number 1 first, and how many retrieved chunks did not fit."""
+        if body.contexts is not None:
+            given = await asyncio.to_thread(self._split, body.contexts)
+            needed = sum(self._length(number, source) for number, source in enumerate(given, start=1))
+            if needed > room:
+                raise PromptTooLong(
+                    f"the contexts need {needed} tokens; beside question and answer the window of {self._window} "
+                    f"has room for {room}"
+                )
+            return given, 0
+        hits = await asyncio.to_thread(
+            self._retriever.search, body.collection, body.question, body.top_k or self._settings.top_k
+        )
+        kept: list[Source] = []
+        for hit in hits:
+            source = _from_hit(hit)
+            room -= self._length(len(kept) + 1, source)
+            if room < 0:
+                break
+            kept.append(source)
+        dropped = len(hits) - len(kept)
+        self._metrics.dropped_chunks.inc(dropped)
+        return kept, dropped
+
+    def _split(self, contexts: Sequence[str]) -> list[Source]:
+        sources = []
+        for index, text in enumerate(contexts):
+            for chunk in chunk_document(ParsedDocument(text), self._prompt.encode, self._settings.chunk_tokens):
+                shown = {"context": index, "start": chunk.start, "end": chunk.end, "text": chunk.text}
+                sources.append(Source(chunk.token_ids, shown))
+        return sources
+
+    @staticmethod
+    def _order(body: QueryBody, count: int) -> Sequence[int]:
+        """Source numbers in prompt order: contexts as given, hits with the best last."""
+        return range(1, count + 1) if body.contexts is not None else range(count, 0, -1)
+
+    def _length(self, number: int, source: Source) -> int:
+        return len(self._prompt.source_glue(number)) + len(source.token_ids)
+
+    def _part(self, number: int, source: Source) -> Part:
+        key = chunk_key(self._space, tokens_digest(source.token_ids))
+        return Part(self._prompt.source_glue(number), Chunk(key, source.token_ids))
+
+    def _done(
+        self,
+        prefilled: Prefilled,
+        completion_tokens: int,
+        reason: str,
+        dropped: int,
+        indexing: int,
+        retrieve_ms: float,
+        first_token_ms: float,
+        started: float,
+    ) -> dict[str, Any]:
+        usage = prefilled.usage
+        degraded = list(usage.faults)
+        if indexing:
+            degraded.append(f"indexing: {indexing} documents are not searchable yet")
+        names = ("queue", "load", "assemble", "stage1", "select", "stage2")
+        phases = {"retrieve": retrieve_ms} | {name: prefilled.timings.get(name, 0.0) for name in names}
+        total_ms = _since(started)
+        self._observe(prefilled, phases, completion_tokens, degraded, first_token_ms, total_ms)
+        return {
+            "finish_reason": reason,
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "context_tokens": usage.context_tokens,
+                "recomputed_tokens": usage.recomputed_tokens,
+                "completion_tokens": completion_tokens,
+                "chunk_hits": usage.hits,
+                "bytes_loaded": usage.bytes_loaded,
+                "strategy": usage.strategy,
+                "ratio": usage.ratio,
+                "fallback_reason": None,
+                "dropped_chunks": dropped,
+                "degraded": degraded,
+                "predicted_full_prefill_ms": round(prefilled.predicted_full_prefill_ms, 1),
+            },
+            "timings": {f"{name}_ms": round(value, 1) for name, value in phases.items()}
+            | {"first_token_ms": round(first_token_ms, 1), "total_ms": round(total_ms, 1)},
+        }
+
+    def _observe(
+        self,
+        prefilled: Prefilled,
+        phases: dict[str, float],
+        completion_tokens: int,
+        degraded: list[str],
+        first_token_ms: float,
+        total_ms: float,
+    ) -> None:
+        usage, metrics = prefilled.usage, self._metrics
+        metrics.observe_phases(phases)
+        if first_token_ms:
+            metrics.ttft.observe(first_token_ms / 1000)
+        metrics.latency.observe(total_ms / 1000)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.generation_tokens.inc(completion_tokens)
+        metrics.recomputed_tokens.inc(usage.recomputed_tokens)
+        for tier, count in usage.hits.items():
+            metrics.chunk_hits.labels(tier).inc(count)
+        for what in degraded:
+            metrics.degraded.labels(what.split(":")[0]).inc()
+
+
+def _from_hit(hit: Hit) -> Source:
+    chunk = hit.chunk
+    shown = {
+        "document": chunk.document,
+        "title": chunk.title,
+        "page": chunk.page,
+        "heading": chunk.heading,
+        "start": chunk.start,
+        "end": chunk.end,
+        "score": round(hit.score, 4),
+        "metadata": chunk.metadata,
+        "text": chunk.text,
+    }
+    return Source(chunk.token_ids, {name: value for name, value in shown.items() if value is not None})
+
+
+def _since(started: float) -> float:
+    """Milliseconds since `started`."""
+    return (time.perf_counter() - started) * 1000

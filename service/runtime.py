@@ -1,0 +1,176 @@
+"""Builds the parts of the service from its settings, starts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cache_store.base import KVStore
+from cache_store.disk import DiskStore
+from cache_store.keys import key_space, tokens_digest
+from cache_store.memory import MemoryStore
+from cache_store.redis import RedisStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from engine.base import EncodeRequest, Request, StrategySpec
+from engine.encode import PrefixCache, encode_chunk
+from engine.engine import Engine
+from engine.generate import EventSteps, Throughput, encode, generate
+from engine.model import Model, tokenizer_digest
+from engine.strategies import check_strategy
+from errors import BadRequest, ConfigError, NotReady
+from retriever.catalogue import Catalogue
+from retriever.database import Database
+from retriever.embedding import Embedder
+from retriever.jobs import Jobs
+from retriever.retriever import Retriever, index_signature
+from service.ingest import Ingestor
+from service.metrics import Metrics
+from service.models import resolve_embedder, resolve_language_model
+from service.pipeline import Pipeline
+from service.prompt import PromptTemplate
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TENANT = "default"
+CODEC = "raw"
+DEFAULT_COLLECTION = "default"
+
+
+class Runtime:
+    """Everything behind the HTTP layer. The parts exist once `start` has returned."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.model)
+        self.failure: Exception | None = None
+        self.started = False
+        self.catalogue: Catalogue
+        self.jobs: Jobs
+        self.retriever: Retriever
+        self.store: TieredStore
+        self.model: Model
+        self.engine: Engine
+        self.pipeline: Pipeline
+        self.ingestor: Ingestor
+        self._database: Database
+
+    def require_started(self) -> None:
+        """Raises NotReady until `start` has returned."""
+        if not self.started:
+            raise NotReady("the model is being loaded", retry_after=5.0)
+
+    async def start(self) -> None:
+        """Loads models, opens catalogue, index and KV tiers, starts the engine and the workers."""
+        await asyncio.to_thread(self._load)
+        await self.ingestor.start()
+        self.started = True
+        log.info("ready: %s on %s in %s", self.settings.model, self.model.device, self.model.dtype)
+
+    async def stop(self) -> None:
+        """Stops what was started, in reverse order."""
+        if not self.started:
+            return
+        await self.ingestor.stop()
+        await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self.store.close)
+        await asyncio.to_thread(self.retriever.save)
+        self._database.close()
+
+    def checks(self) -> dict[str, str]:
+        """Why the service is not ready; empty when it is."""
+        told = {}
+        if self.failure is not None:
+            told["start"] = str(self.failure)
+        elif not self.started:
+            told["start"] = "the model is being loaded"
+        else:
+            stats = self.engine.stats()
+            if not stats.alive:
+                told["engine"] = "the device thread is dead"
+            elif stats.waiting >= self.settings.max_waiting:
+                told["queue"] = f"{stats.waiting} queries are waiting"
+            if self.pipeline.draining:
+                told["draining"] = "the server is shutting down"
+        return told
+
+    def not_indexed(self) -> int:
+        """Documents that wait for indexing or are being indexed."""
+        counts = self.catalogue.counts()
+        return counts.get("pending", 0) + counts.get("processing", 0)
+
+    def _load(self) -> None:
+        settings = self.settings
+        try:
+            check_strategy(StrategySpec(settings.strategy, settings.ratio))
+        except BadRequest as error:
+            raise ConfigError(f"PROPHETKV_STRATEGY: {error}") from error
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
+        embedder = Embedder(resolve_embedder(settings.embedder, settings.model_cache))
+        self.model = Model.load(folder, settings.device, settings.dtype)
+        prompt = PromptTemplate(self.model.tokenizer, settings.system_prompt)
+        space = key_space(self.model.fingerprint, prompt.prefix, TENANT, CODEC)
+        signature = index_signature(tokenizer_digest(folder), settings.chunk_tokens, embedder.digest)
+
+        self._database = Database(settings.catalogue_url)
+        self.catalogue = Catalogue(self._database, signature)
+        self.catalogue.ensure_collection(DEFAULT_COLLECTION)
+        self.jobs = Jobs(self._database, signature)
+        self.retriever = Retriever(
+            self.catalogue,
+            embedder,
+            prompt.encode,
+            tokens_digest,
+            settings.chunk_tokens,
+            settings.data_dir / "index",
+            signature,
+        )
+        self.retriever.open()
+        self.store = TieredStore(_tiers(settings, self.model))
+        self.engine = Engine(_steps(self.model, self.store, prompt.prefix), settings.max_waiting, settings.max_running)
+        self.metrics.watch(self.store.tiers, self.engine.stats)
+        self.pipeline = Pipeline(settings, self.retriever, self.engine, prompt, space, self.model.window, self.metrics)
+        self.ingestor = Ingestor(
+            self.catalogue,
+            self.jobs,
+            self.retriever,
+            self.engine,
+            self.store,
+            space,
+            settings.precompute,
+            self.pipeline.wait_for_active,
+            self.metrics,
+        )
+
+
+def _tiers(settings: Settings, model: Model) -> list[KVStore]:
+    """The configured tiers, fastest first."""
+    tiers: list[KVStore] = [MemoryStore(settings.memory_bytes)]
+    if settings.disk_bytes:
+        tiers.append(DiskStore(Path(settings.data_dir) / "kv", model.layout, settings.disk_bytes))
+    if settings.redis_url:
+        tiers.append(RedisStore(settings.redis_url, model.layout, settings.redis_timeout_ms / 1000))
+    return tiers
+
+
+def _steps(model: Model, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
+    """What the engine runs for a request. Chunk KV is always computed behind the service's own prefix."""
+    prefixes = PrefixCache(model)
+    source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
+    throughput = Throughput()
+
+    def steps(request: Request) -> EventSteps:
+        if isinstance(request, EncodeRequest):
+            return encode(source, request)
+        return generate(model, source, prefixes, throughput, request)
+
+    return steps

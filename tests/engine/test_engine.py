@@ -1,0 +1,248 @@
+"""The device thread: order of work, aborts, bounds, and one computation per missing chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from cache_store.base import Chunk, ChunkKV
+from cache_store.memory import MemoryStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from engine.base import Encoded, EncodeRequest, Event, Finished, GenerateRequest, Prefilled, Request, Token
+from engine.encode import encode_chunk
+from engine.engine import Engine
+from engine.generate import EventSteps, Throughput, encode, generate
+from errors import Cancelled, NotReady, QueueFull
+from tests.tiny import FAMILIES, Bench, tiny_model
+
+
+class Rig:
+    """An engine on a tiny model, with a trace of what the device thread did."""
+
+    def __init__(self, max_waiting: int = 32, max_running: int = 4, memory: int = 1 << 30) -> None:
+        self.bench = Bench(tiny_model(FAMILIES["llama"]))
+        self.trace: list[str] = []
+        self.encodings: list[str] = []
+        self.store = TieredStore([MemoryStore(memory)])
+        source = ChunkSource(self.store, self._encode)
+
+        def steps(request: Request) -> EventSteps:
+            inner = (
+                encode(source, request)
+                if isinstance(request, EncodeRequest)
+                else generate(self.bench.model, source, self.bench.prefixes, Throughput(), request)
+            )
+            for event in inner:
+                self.trace.append(request.id)
+                yield event
+
+        self.engine = Engine(steps, max_waiting, max_running)
+
+    def _encode(self, chunk: Chunk) -> Generator[None, None, ChunkKV]:
+        self.encodings.append(chunk.key)
+        return encode_chunk(self.bench.model, self.bench.prefixes, self.bench.prefix, chunk)
+
+    def request(self, name: str, strategy: str = "prophetkv", **sampling: int) -> GenerateRequest:
+        return replace(self.bench.request(strategy, 0.2, **sampling), id=name)
+
+    def encode_request(self, name: str) -> EncodeRequest:
+        return EncodeRequest(name, tuple(part.chunk for part in self.bench.parts))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def idle(self) -> None:
+        def nothing_left() -> bool:
+            stats = self.engine.stats()
+            return not (stats.running or stats.waiting or stats.background)
+
+        await self.until(nothing_left)
+
+
+@pytest.fixture
+def rig() -> Generator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.engine.close()
+    rig.store.close()
+
+
+async def collect(events: AsyncGenerator[Event]) -> list[Event]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+async def test_a_request_yields_prefilled_tokens_and_finished(rig: Rig) -> None:
+    events = await collect(rig.engine.submit(rig.request("a", max_tokens=5)))
+    first, *tokens, last = events
+    assert isinstance(first, Prefilled)
+    assert first.usage.context_tokens == 257
+    assert first.usage.recomputed_tokens == int(0.2 * 257)
+    assert first.usage.hits == {"memory": 0, "disk": 0, "redis": 0, "computed": 5}
+    assert set(first.timings) == {"queue", "load", "assemble", "stage1", "select", "stage2"}
+    assert len(tokens) == 5
+    assert last == Finished("length")
+    again = await collect(rig.engine.submit(rig.request("b", max_tokens=5)))
+    assert isinstance(again[0], Prefilled)
+    assert again[0].usage.hits == {"memory": 5, "disk": 0, "redis": 0, "computed": 0}
+    assert again[0].usage.bytes_loaded == sum(kv.nbytes for kv in _held(rig))
+    assert again[1:] == events[1:]
+
+
+def _held(rig: Rig) -> list[ChunkKV]:
+    found = [rig.store.get(part.chunk) for part in rig.bench.parts]
+    return [kv for kv in found if kv is not None]
+
+
+async def test_answers_do_not_depend_on_what_runs_beside_them(rig: Rig) -> None:
+    alone = await collect(rig.engine.submit(rig.request("alone", max_tokens=12)))
+    requests = [rig.request(f"r{i}", "full" if i == 1 else "prophetkv", max_tokens=12) for i in range(4)]
+    together = await asyncio.gather(*(collect(rig.engine.submit(request)) for request in requests))
+    for index in (0, 2, 3):
+        assert together[index][1:] == alone[1:]
+    # The decodes really took turns.
+    assert any(a != b for a, b in zip(rig.trace[-20:], rig.trace[-19:], strict=False))
+
+
+async def test_the_second_client_of_a_chunk_drives_the_same_computation(rig: Rig) -> None:
+    """Five requests for the same missing chunks, one of them in the background: one computation each."""
+    background = asyncio.create_task(collect(rig.engine.submit(rig.encode_request("bg"))))
+    await rig.until(lambda: "bg" in rig.trace)  # it is in the middle of the first chunk
+    queries = [asyncio.create_task(collect(rig.engine.submit(rig.request(f"q{i}", max_tokens=1)))) for i in range(4)]
+    await asyncio.gather(background, *queries)
+    assert sorted(rig.encodings) == sorted(part.chunk.key for part in rig.bench.parts)
+    assert all(isinstance(event, Encoded) for event in background.result())
+
+
+async def test_an_aborted_leader_does_not_fail_its_followers(rig: Rig) -> None:
+    leader = rig.engine.submit(rig.encode_request("leader"))
+    pending = asyncio.ensure_future(anext(leader))
+    await rig.until(lambda: "leader" in rig.trace)
+    follower = asyncio.create_task(collect(rig.engine.submit(rig.request("follower", max_tokens=1))))
+    rig.engine.abort("leader")
+    with pytest.raises(Cancelled):
+        await pending
+    assert isinstance((await follower)[0], Prefilled)
+    assert len(rig.encodings) <= len(rig.bench.parts) + 1
+
+
+async def test_background_work_waits_for_queries(rig: Rig) -> None:
+    """Once a query is in, not one background step runs until it has ended."""
+    background = asyncio.create_task(collect(rig.engine.submit(rig.encode_request("bg"))))
+    await rig.until(lambda: "bg" in rig.trace)
+    query = asyncio.create_task(collect(rig.engine.submit(rig.request("query", "full", max_tokens=30))))
+    await asyncio.gather(background, query)
+    first, last = rig.trace.index("query"), len(rig.trace) - 1 - rig.trace[::-1].index("query")
+    assert set(rig.trace[first : last + 1]) == {"query"}
+
+
+async def test_a_prefill_goes_before_decoding(rig: Rig) -> None:
+    first = rig.engine.submit(rig.request("first", max_tokens=400))
+    async for event in first:
+        if isinstance(event, Token):
+            break
+    second = await collect(rig.engine.submit(rig.request("second", "full", max_tokens=1)))
+    assert isinstance(second[0], Prefilled)
+    start = rig.trace.index("second")
+    layers = rig.bench.model.layout.layers
+    assert rig.trace[start : start + layers - 1] == ["second"] * (layers - 1)
+    await first.aclose()
+    await rig.idle()
+
+
+@pytest.mark.parametrize("strategy", ["full", "naive", "prophetkv"])
+async def test_an_abort_takes_effect_at_the_next_layer(rig: Rig, strategy: str) -> None:
+    events = rig.engine.submit(rig.request("gone", strategy, max_tokens=100))
+    pending = asyncio.ensure_future(anext(events))
+    await rig.until(lambda: bool(rig.trace))
+    rig.engine.abort("gone")
+    with pytest.raises(Cancelled):
+        await pending
+    await rig.idle()
+    seen = len(rig.trace)
+    await asyncio.sleep(0.05)
+    assert len(rig.trace) == seen
+
+
+async def test_closing_the_iterator_stops_decoding(rig: Rig) -> None:
+    events = rig.engine.submit(rig.request("gone", max_tokens=1000))
+    count = 0
+    async for event in events:
+        count += isinstance(event, Token)
+        if count == 3:
+            break
+    await events.aclose()
+    await rig.idle()
+    assert len(rig.trace) < 500
+
+
+async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    rig = Rig(max_waiting=2, max_running=1)
+    try:
+        running = rig.engine.submit(rig.request("running", max_tokens=1000))
+        async for event in running:
+            if isinstance(event, Token):
+                break
+        waiting = [rig.engine.submit(rig.request(f"w{i}", max_tokens=1)) for i in range(2)]
+        with pytest.raises(QueueFull) as full:
+            rig.engine.submit(rig.request("too many"))
+        assert full.value.retry_after >= 1
+        await running.aclose()
+        for events in waiting:
+            assert len(await collect(events)) == 3
+    finally:
+        rig.engine.close()
+        rig.store.close()
+
+
+async def test_an_aborted_request_leaves_the_queue_before_it_ran() -> None:
+    rig = Rig(max_waiting=2, max_running=1)
+    try:
+        running = rig.engine.submit(rig.request("running", max_tokens=1000))
+        async for event in running:
+            if isinstance(event, Token):
+                break
+        waiting = rig.engine.submit(rig.request("waiting"))
+        rig.engine.abort("waiting")
+        await rig.until(lambda: rig.engine.stats().waiting == 0)
+        with pytest.raises(Cancelled):
+            await anext(waiting)
+        assert "waiting" not in rig.trace
+        await running.aclose()
+    finally:
+        rig.engine.close()
+        rig.store.close()
+
+
+async def test_a_failing_request_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = rig.request("good", max_tokens=3)
+    bad = replace(rig.request("bad"), strategy=replace(good.strategy, name="no such strategy"))
+    with pytest.raises(KeyError):
+        await collect(rig.engine.submit(bad))
+    assert len(await collect(rig.engine.submit(good))) == 5
+    assert rig.engine.stats().alive
+
+
+async def test_closing_ends_open_streams_and_refuses_new_ones() -> None:
+    rig = Rig()
+    events = rig.engine.submit(rig.request("open", max_tokens=1000))
+    await anext(events)
+    await asyncio.to_thread(rig.engine.close)
+    with pytest.raises(Cancelled):
+        await collect(events)
+    with pytest.raises(NotReady):
+        rig.engine.submit(rig.request("late"))
+    rig.store.close()
+
+
+async def test_the_full_prefill_is_predicted(rig: Rig) -> None:
+    events = await collect(rig.engine.submit(rig.request("a", "full", max_tokens=1)))
+    assert isinstance(events[0], Prefilled)
+    assert events[0].predicted_full_prefill_ms == pytest.approx(events[0].timings["stage2"], rel=1e-3)

@@ -1,0 +1,232 @@
+"""The controls of every family: what must be equal is equal, and what must differ differs by ten tolerances and more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_store.base import Chunk
+from engine.attention import QueryRows, attend
+from engine.base import GenerateRequest, Part, Sampling, StrategySpec, Token
+from engine.encode import PrefixCache, encode_chunk
+from engine.generate import Throughput, generate
+from engine.model import Model, Step, token_tensor
+from engine.prefill import Prefill
+from engine.strategies import STRATEGIES
+from tests.tiny import FAMILIES, Bench, draw, plain_module, run, tiny_model
+
+TOLERANCE = 1e-3
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def greedy(bench: Bench, strategy: str, ratio: float, count: int = 12) -> list[int]:
+    steps = generate(bench.model, bench, bench.prefixes, Throughput(), bench.request(strategy, ratio, max_tokens=count))
+    return [event.id for event in steps if isinstance(event, Token)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_full_equals_the_plain_model(family: str) -> None:
+    bench = Bench(tiny_model(FAMILIES[family]))
+    prefill = bench.prefill("full")
+    found = run(STRATEGIES["full"](prefill))
+    plain = plain_module(FAMILIES[family], "sdpa")
+    expected = plain(prefill.layout.ids[None]).logits[0, -1]
+    assert float(expected.abs().max()) > 5
+    assert error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_greedy_decoding_equals_the_plain_model(family: str) -> None:
+    bench = Bench(tiny_model(FAMILIES[family]))
+    ids = bench.prefill("full").layout.ids[None]
+    plain = plain_module(FAMILIES[family], "sdpa")
+    expected = []
+    for _ in range(12):
+        token = int(plain(ids).logits[0, -1].argmax())
+        expected.append(token)
+        ids = torch.cat((ids, torch.tensor([[token]])), dim=1)
+    assert greedy(bench, "full", 1.0) == expected
+
+
+def test_ratio_one_equals_full(bench: Bench) -> None:
+    assert error(bench.logits("prophetkv", 1.0), bench.logits("full")) < TOLERANCE
+    assert greedy(bench, "prophetkv", 1.0) == greedy(bench, "full", 1.0)
+
+
+def test_ratio_zero_equals_naive_and_naive_is_not_full(bench: Bench) -> None:
+    naive = bench.logits("naive")
+    assert error(bench.logits("prophetkv", 0.0), naive) == 0.0
+    assert greedy(bench, "prophetkv", 0.0) == greedy(bench, "naive", 0.0)
+    assert error(naive, bench.logits("full")) > 10 * TOLERANCE
+
+
+def test_an_exact_first_chunk_needs_no_recomputation(bench: Bench) -> None:
+    """Directly behind the prefix a chunk saw all that it sees in the prompt: there naive reuse is the full prefill."""
+    bench.parts = (replace(bench.parts[3], glue=()),)
+    assert error(bench.logits("naive"), bench.logits("full")) < TOLERANCE
+
+
+def test_one_stale_slot_changes_the_logits(bench: Bench) -> None:
+    """All tokens are recomputed but one in a chunk that naive reuse gets wrong."""
+    prefill = bench.prefill("prophetkv", 1.0)
+    run(prefill.assemble())
+    rows = torch.arange(len(bench.prefix), len(prefill.layout))
+    stale = prefill.layout.chunk_starts[3]
+    found = run(prefill.forward(rows[rows != stale]))
+    assert error(found, bench.logits("full")) > 10 * TOLERANCE
+
+
+def test_causality_by_compacted_rows_would_be_wrong(bench: Bench) -> None:
+    """The bug of two well-known systems: `is_causal` on the selected rows, as if they were neighbours."""
+    prefill = bench.prefill("prophetkv", 0.3)
+    run(prefill.assemble())
+    rows = torch.cat((prefill.layout.context[::3], prefill.layout.fresh)).sort().values
+    right = run(prefill.forward(rows))
+    prepared = bench.model.rows(rows)
+    count = len(rows)
+    # Bottom-right aligned causal mask: row i of `count` sees the first visible - count + i + 1 slots.
+    wrong = QueryRows.of(torch.arange(prepared.visible - count, prepared.visible), bench.model.device, torch.float32)
+    mistaken = replace(prepared, blocks=wrong.blocks)
+    found = run(bench.model.forward(prefill.layout.ids[rows], Step(mistaken, prefill.slots)))
+    assert error(found, right) > 10 * TOLERANCE
+
+
+def test_a_later_chunk_does_not_leak_into_an_earlier_one(bench: Bench) -> None:
+    """With the selection held fixed, another token in the last chunk leaves the recomputed K and V before it alone."""
+
+    def recomputed(parts: tuple[Part, ...]) -> tuple[Tensor, Tensor]:
+        bench.parts = parts
+        prefill = bench.prefill("prophetkv", 0.3)
+        run(prefill.assemble())
+        rows = torch.cat((prefill.layout.context[::2], prefill.layout.fresh)).sort().values
+        run(prefill.forward(rows))
+        border = prefill.layout.chunk_starts[3]
+        return prefill.slots.data[:, :, :, :border], prefill.slots.data[:, :, :, border : len(prefill.layout)]
+
+    parts = bench.parts
+    changed = list(parts[3].chunk.token_ids)
+    changed[0] = (changed[0] + 1) % bench.model.vocab_size
+    before, behind = recomputed(parts)
+    other = replace(parts[3], chunk=Chunk("f" * 64, tuple(changed)))
+    before_changed, behind_changed = recomputed((*parts[:3], other, *parts[4:]))
+    assert torch.equal(before, before_changed)
+    assert error(behind, behind_changed) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("shift", [1, 200, 1500])
+def test_rotation_equals_direct_encoding(family: str, shift: int) -> None:
+    """A chunk encoded at 0 and turned by d has the keys of the same chunk encoded at d, YaRN's magnitude included."""
+    model = tiny_model(FAMILIES[family])
+    chunk = Chunk("0" * 64, draw(64, 5))
+    kept = run(encode_chunk(model, PrefixCache(model), (), chunk))
+    positions = torch.arange(shift, shift + 64)
+    plain = plain_module(FAMILIES[family], "sdpa")
+    direct = plain(token_tensor(chunk.token_ids)[None], position_ids=positions[None], use_cache=True).cache
+    turn = model.rotation(positions)
+    for layer, kv in enumerate(kept.layers):
+        assert error(turn(kv[0]), direct.layers[layer].keys[0]) < TOLERANCE
+        assert error(kv[1], direct.layers[layer].values[0]) < TOLERANCE
+        assert error(kv[0], direct.layers[layer].keys[0]) > 10 * TOLERANCE
+
+
+def test_stage_one_scores_equal_dense_attention_weights(bench: Bench) -> None:
+    """Behind the prefix alone the KV is exact, so Stage I must see the weights of the plain model's eager attention."""
+    bench.parts = (replace(bench.parts[3], glue=()),)
+    prefill = bench.prefill("prophetkv")
+    run(prefill.assemble())
+    found = run(prefill.probe())
+    plain = plain_module(bench.model._decoder.config, "eager")
+    weights = plain(prefill.layout.ids[None], output_attentions=True).attentions
+    context = slice(len(bench.prefix), prefill.layout.suffix_start)
+    suffix = [layer[0, :, prefill.layout.suffix_start :, context].sum(1).mean(0) for layer in weights]
+    assert error(found, torch.stack(suffix).mean(0)) < 1e-5
+
+
+def test_a_single_chunk_of_one_token_and_no_chunk_at_all(bench: Bench) -> None:
+    bench.parts = (bench.parts[4],)
+    assert error(bench.logits("prophetkv", 0.2), bench.logits("full")) < TOLERANCE
+    bench.parts = ()
+    assert error(bench.logits("prophetkv", 0.2), bench.logits("full")) < TOLERANCE
+    assert error(bench.logits("naive"), bench.logits("full")) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (8, 1), (8, 2)])
+def test_gqa_groups(heads: tuple[int, int]) -> None:
+    config = FAMILIES["llama"].__class__(
+        **{**FAMILIES["llama"].to_dict(), "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    )
+    bench = Bench(tiny_model(config))
+    assert error(bench.logits("prophetkv", 1.0), bench.logits("full")) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 2300])
+def test_prompt_lengths_across_block_borders(llama: Bench, length: int) -> None:
+    bench = Bench(llama.model, lengths=(length,), prefix=5, glue=2, suffix=3)
+    assert error(bench.logits("prophetkv", 1.0), bench.logits("full")) < TOLERANCE
+
+
+def test_real_weights_ratio_one_equals_full(smollm: Path) -> None:
+    """SmolLM2-135M in fp32, 700 context tokens of text."""
+    model = Model.load(smollm, "cpu", "float32")
+    text = "The harbour log of the ninth of May names three boats and the tide tables for the week. " * 50
+    ids = model.tokenizer(text, add_special_tokens=False).input_ids
+    cuts = (0, 210, 300, 700)
+    chunks = [Chunk(f"{i:064x}", tuple(ids[a:b])) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+    glue = tuple(model.tokenizer("\n\n", add_special_tokens=False).input_ids)
+    bench = Bench(model, lengths=())
+    bench.prefix, bench.suffix = tuple(ids[:20]), tuple(ids[700:720])
+    bench.parts = tuple(Part(glue, chunk) for chunk in chunks)
+    full, naive = bench.logits("full"), bench.logits("naive")
+    assert error(bench.logits("prophetkv", 1.0), full) < TOLERANCE
+    assert error(bench.logits("prophetkv", 0.0), naive) < TOLERANCE
+    assert error(naive, full) > 10 * TOLERANCE
+    assert greedy(bench, "prophetkv", 1.0) == greedy(bench, "full", 1.0)
+
+
+def test_prefill_of_a_foreign_order_reuses_the_same_entries(llama: Bench) -> None:
+    """The point of it all: chunks in another order, no new encoding, and at ratio 1 still the full prefill."""
+    llama.logits("naive")
+    encoded = dict(llama.encoded)
+    llama.parts = llama.parts[::-1]
+    assert error(llama.logits("prophetkv", 1.0), llama.logits("full")) < TOLERANCE
+    assert llama.encoded == encoded
+
+
+def test_request_does_not_change_stored_tensors(llama: Bench) -> None:
+    llama.logits("naive")
+    before = {key: [layer.clone() for layer in kv.layers] for key, kv in llama.encoded.items()}
+    llama.logits("prophetkv", 0.5)
+    for key, layers in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(layers, llama.encoded[key].layers, strict=True))
+
+
+def test_attend_refuses_nothing_but_future_keys() -> None:
+    """Against a dense fp64 reference, for scattered rows with gaps, runs and block borders."""
+    generator = torch.Generator().manual_seed(0)
+    keys, heads, kv_heads, width = 3000, 6, 2, 8
+    key, value = (torch.randn(1, kv_heads, keys, width, generator=generator) for _ in range(2))
+    positions = torch.randperm(keys, generator=generator)[:700].sort().values
+    positions[-64:] = torch.arange(keys - 64, keys)
+    positions = positions.unique()
+    query = torch.randn(1, heads, len(positions), width, generator=generator) * 3
+    out, lse = attend(query, key, value, QueryRows.of(positions, torch.device("cpu"), torch.float32), 0.3)
+    group = heads // kv_heads
+    logits = query.double() @ key.double().repeat_interleave(group, 1).transpose(2, 3) * 0.3
+    logits.masked_fill_(torch.arange(keys)[None] > positions[:, None], float("-inf"))
+    assert error(lse.double(), torch.logsumexp(logits, -1)) < 1e-5
+    assert error(out.double(), logits.softmax(-1) @ value.double().repeat_interleave(group, 1)) < 1e-5
+
+
+def test_sampling_parameters_are_bounded_by_the_request() -> None:
+    request = GenerateRequest("x", (1,), (), (2,), StrategySpec("full"), Sampling(max_tokens=3))
+    bench = Bench(tiny_model(FAMILIES["llama"]))
+    prefill = Prefill(bench.model, bench, bench.prefixes, request)
+    assert prefill.slots.capacity == request.prompt_tokens + 3

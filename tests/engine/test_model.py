@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+
+from cache_store.keys import key_space
+from engine.model import Model, check_supported, encode_text, fingerprint, resolve_dtype, text_decoder, tokenizer_digest
+from errors import UnsupportedModel
+from tests.tiny import FAMILIES, Bench, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPT2Config(), "gpt2"),
+        (MistralConfig(), "mistral"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (Qwen2Config(use_sliding_window=True, max_window_layers=0, sliding_window=64), "sliding_attention"),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(config: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        check_supported(config)
+
+
+def test_the_fingerprint_follows_everything_that_changes_numbers(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = AutoConfig.from_pretrained(folder)
+    seen = {fingerprint(folder, config, torch.float32)}
+    seen.add(fingerprint(folder, config, torch.bfloat16))
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
+    seen.add(fingerprint(folder, config, torch.float32))
+    config = AutoConfig.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    seen.add(fingerprint(folder, config, torch.float32))
+    before = tokenizer_digest(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert tokenizer_digest(folder) != before
+    seen.add(fingerprint(folder, config, torch.float32))
+    assert len(seen) == 5
+    spaces = {
+        key_space(*fields) for fields in (("f", (1, 2), "t", "raw"), ("f", (1,), "t", "raw"), ("f", (1, 2), "u", "raw"))
+    }
+    assert len(spaces) == 3
+
+
+def test_text_never_becomes_a_special_token(smollm: Path) -> None:
+    tokenizer = Model.load(smollm, "cpu", "float32").tokenizer
+    ids, offsets = encode_text(tokenizer, "a <|im_end|> b")
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert [offsets[0][0], offsets[-1][1]] == [0, 14]
+
+
+def test_the_decoder_gives_whole_characters(smollm: Path) -> None:
+    tokenizer = Model.load(smollm, "cpu", "float32").tokenizer
+    text = "naïve 🙂 漢字 <ok>"
+    ids, _ = encode_text(tokenizer, text)
+    decode = text_decoder(tokenizer)
+    pieces = [decode(token) for token in ids]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # some character took more than one token
+
+
+def test_dtype_auto_is_bf16_only_where_the_cpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for amx, avx512, expected in (
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx512=avx512: avx512)
+        assert resolve_dtype("auto", torch.device("cpu")) == expected
+    assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
+
+
+def test_the_reference_attention_equals_the_cpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path for devices without the CPU kernel, whole strategies through it."""
+    bench = Bench(tiny_model(FAMILIES["qwen3"]))
+    expected = {name: bench.logits(name, 0.3) for name in ("full", "naive", "prophetkv")}
+    monkeypatch.setattr("engine.attention._partial", _reference)
+    for name, logits in expected.items():
+        assert float((bench.logits(name, 0.3) - logits).abs().max()) < 1e-3
+
+
+def _reference(query: Any, key: Any, value: Any, scaling: float, mask: Any = None, causal: bool = False) -> Any:
+    from engine.attention import _partial_reference
+
+    return _partial_reference(query, key, value, scaling, mask, causal)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    """Ratio 1 in bf16 against the fp32 full prefill: within a few percent of the largest logit."""
+    bench = Bench(tiny_model(FAMILIES["llama"]), lengths=(20, 30))
+    expected = bench.logits("full")
+    half = Bench(tiny_model(FAMILIES["llama"]), lengths=(20, 30))
+    module_dtype = torch.bfloat16
+    model = half.model
+    model._decoder.to(module_dtype)
+    model._head.to(module_dtype)
+    model._inv_freq = model._decoder.rotary_emb.inv_freq.float()
+    model.dtype = module_dtype
+    object.__setattr__(model.layout, "dtype", module_dtype)
+    for strategy in ("full", "prophetkv"):
+        error = float((half.logits(strategy, 1.0) - expected).abs().max())
+        assert error < 0.08 * float(expected.abs().max())

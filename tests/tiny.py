@@ -1,0 +1,145 @@
+"""Tiny random fp32 models: every family and RoPE type, GQA of 2, logits above 5, so that a wrong mask or angle shows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from engine.base import GenerateRequest, Part, Sampling, StrategySpec
+from engine.encode import PrefixCache, encode_chunk
+from engine.model import Model
+from engine.prefill import Prefill
+from engine.strategies import STRATEGIES
+
+T = TypeVar("T")
+
+VOCAB = 97
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 64}
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SHAPE),
+    "llama-llama3": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
+    "llama-yarn": LlamaConfig(**_SHAPE, rope_parameters=_YARN),
+    "qwen2": Qwen2Config(**_SHAPE),
+    "qwen3": Qwen3Config(**_SHAPE),
+}
+
+
+def plain_module(config: PretrainedConfig, attention: str, seed: int = 0) -> Any:
+    """The transformers model itself, with random weights that `seed` decides."""
+    torch.manual_seed(seed)
+    # A copy: transformers notes the attention implementation in the config that it is given.
+    module: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        module.lm_head.weight *= 4
+    return module.eval()
+
+
+def tiny_model(config: PretrainedConfig, seed: int = 0) -> Model:
+    return Model(plain_module(config, "prophetkv", seed), tokenizer=None, fingerprint="tiny")
+
+
+def save_tiny_model(tokenizer_folder: Path, folder: Path, seed: int = 0) -> Path:
+    """A tiny Llama on disk that shares a real model's tokenizer."""
+    real = AutoConfig.from_pretrained(tokenizer_folder)
+    shape = {**_SHAPE, "vocab_size": real.vocab_size, "eos_token_id": real.eos_token_id, "num_hidden_layers": 2}
+    plain_module(LlamaConfig(**shape), "sdpa", seed).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer_folder / name, folder / name)
+    return folder
+
+
+def run(steps: Generator[object, None, T]) -> T:
+    """Drives a generator to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+
+def draw(count: int, seed: int, vocab: int = VOCAB) -> tuple[int, ...]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+
+class Bench:
+    """A model with a fixed prompt of chunks of unequal length, and what is needed to prefill it."""
+
+    def __init__(
+        self,
+        model: Model,
+        lengths: tuple[int, ...] = (37, 5, 64, 150, 1),
+        prefix: int = 9,
+        glue: int = 3,
+        suffix: int = 11,
+    ) -> None:
+        self.model = model
+        self.prefixes = PrefixCache(model)
+        self.prefix = draw(prefix, 1, model.vocab_size)
+        self.suffix = draw(suffix, 2, model.vocab_size)
+        self.parts = tuple(
+            Part(
+                draw(glue, 100 + index, model.vocab_size),
+                Chunk(f"{index:064x}", draw(length, index + 3, model.vocab_size)),
+            )
+            for index, length in enumerate(lengths)
+        )
+        self.encoded: dict[str, ChunkKV] = {}
+
+    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """KVSource.load: everything is computed once and kept."""
+        if chunk.key not in self.encoded:
+            self.encoded[chunk.key] = yield from encode_chunk(self.model, self.prefixes, self.prefix, chunk)
+            return LoadedChunk(self.encoded[chunk.key], "computed")
+        return LoadedChunk(self.encoded[chunk.key], "memory")
+
+    def request(self, strategy: str, ratio: float = 0.2, **sampling: Any) -> GenerateRequest:
+        return GenerateRequest(
+            "test", self.prefix, self.parts, self.suffix, StrategySpec(strategy, ratio), Sampling(**sampling)
+        )
+
+    def prefill(self, strategy: str = "full", ratio: float = 0.2, max_tokens: int = 16) -> Prefill:
+        return Prefill(self.model, self, self.prefixes, self.request(strategy, ratio, max_tokens=max_tokens))
+
+    def logits(self, strategy: str, ratio: float = 0.2) -> Tensor:
+        return run(STRATEGIES[strategy](self.prefill(strategy, ratio)))
