@@ -32,8 +32,15 @@ class ChunkSource:
         if computation is None:
             computation = _Computation(self._encode(chunk))
             self._running[chunk.key] = computation
-        while not computation.step():
-            yield
+        try:
+            while not computation.step():
+                yield
+        except Exception:
+            # Others that drive this computation fail with it; whoever comes later starts anew. The traceback keeps the
+            # computation alive, so the weak entry would not vanish by itself.
+            if self._running.get(chunk.key) is computation:
+                del self._running[chunk.key]
+            raise
         assert computation.result is not None
         if computation.fresh():
             self._store.put(chunk, computation.result)

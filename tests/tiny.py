@@ -1,4 +1,4 @@
-"""Tiny random fp32 models: every family and RoPE type, GQA of 2, logits above 5, so that a wrong mask or angle shows."""
+"""Tiny random fp32 models: every family and RoPE type, GQA of 2, logits above 5: a wrong mask or angle shows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def plain_module(config: PretrainedConfig, attention: str, seed: int = 0) -> Any
     """The transformers model itself, with random weights that `seed` decides."""
     torch.manual_seed(seed)
     # A copy: transformers notes the attention implementation in the config that it is given.
-    module: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    build: Any = AutoModelForCausalLM.from_config
+    module = build(deepcopy(config), dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         module.lm_head.weight *= 4
     return module.eval()

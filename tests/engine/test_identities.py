@@ -1,8 +1,9 @@
-"""The controls of every family: what must be equal is equal, and what must differ differs by ten tolerances and more."""
+"""The controls of every family: what must be equal is equal, what must differ differs by ten tolerances and more."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_real_weights_ratio_one_equals_full(smollm: Path) -> None:
     text = "The harbour log of the ninth of May names three boats and the tide tables for the week. " * 50
     ids = model.tokenizer(text, add_special_tokens=False).input_ids
     cuts = (0, 210, 300, 700)
-    chunks = [Chunk(f"{i:064x}", tuple(ids[a:b])) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+    chunks = [Chunk(f"{i:064x}", tuple(ids[a:b])) for i, (a, b) in enumerate(pairwise(cuts))]
     glue = tuple(model.tokenizer("\n\n", add_special_tokens=False).input_ids)
     bench = Bench(model, lengths=())
     bench.prefix, bench.suffix = tuple(ids[:20]), tuple(ids[700:720])
@@ -215,7 +216,7 @@ def test_attend_refuses_nothing_but_future_keys() -> None:
     key, value = (torch.randn(1, kv_heads, keys, width, generator=generator) for _ in range(2))
     positions = torch.randperm(keys, generator=generator)[:700].sort().values
     positions[-64:] = torch.arange(keys - 64, keys)
-    positions = positions.unique()
+    positions = torch.unique(positions)  # type: ignore[no-untyped-call]
     query = torch.randn(1, heads, len(positions), width, generator=generator) * 3
     out, lse = attend(query, key, value, QueryRows.of(positions, torch.device("cpu"), torch.float32), 0.3)
     group = heads // kv_heads

@@ -1,0 +1,387 @@
+"""What is particular to each tier, and what the tiers do together when one of them is sick."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from cache_store import entry
+from cache_store.base import Chunk, ChunkKV, KVLayout, StoreStats
+from cache_store.disk import DiskStore
+from cache_store.memory import MemoryStore
+from cache_store.redis import VALUE_BYTES, RedisStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from errors import StoreUnavailable
+from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
+from tests.conftest import RedisServer
+from tests.tiny import run
+
+ENTRY = entry.entry_bytes(LAYOUT, 10)
+SIZE = kv_of(0).nbytes
+
+
+# Memory
+
+
+def test_memory_evicts_the_least_recently_used_by_bytes() -> None:
+    store = MemoryStore(3 * SIZE)
+    for number in range(3):
+        store.put(chunk_of(number), kv_of(number))
+    assert store.get(chunk_of(0)) is not None
+    store.put(chunk_of(3), kv_of(3))
+    assert [store.get(chunk_of(number)) is not None for number in range(4)] == [True, False, True, True]
+    assert (store.stats.nbytes, store.stats.entries, store.stats.evictions) == (3 * SIZE, 3, 1)
+
+
+def test_memory_does_not_take_what_is_larger_than_its_budget() -> None:
+    store = MemoryStore(3 * SIZE)
+    store.put(chunk_of(1), kv_of(1))
+    store.put(chunk_of(2, 100), kv_of(2, 100))
+    assert store.get(chunk_of(2, 100)) is None
+    assert same(store.get(chunk_of(1)), kv_of(1))
+    assert store.stats.dropped_writes == 1
+
+
+# Disk
+
+
+def test_disk_keeps_its_budget_in_real_bytes_and_evicts_the_oldest(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, LAYOUT, 4 * ENTRY)
+    for number in range(4):
+        store.put(chunk_of(number), kv_of(number))
+    store.get(chunk_of(0))
+    store.put(chunk_of(4), kv_of(4))
+    store.put(chunk_of(5), kv_of(5))
+    assert [store.get(chunk_of(n)) is not None for n in range(6)] == [True, False, False, True, True, True]
+    used = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.kv"))
+    assert used <= 4 * ENTRY
+    assert store.stats.nbytes == used
+
+
+def test_disk_survives_a_restart_with_its_recency(tmp_path: Path) -> None:
+    first = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    for number in range(3):
+        first.put(chunk_of(number), kv_of(number))
+        os.utime(next(tmp_path.glob(f"*/{chunk_of(number).key}.kv")), (number, number))
+    first.get(chunk_of(0))
+    second = DiskStore(tmp_path, LAYOUT, 2 * ENTRY)
+    assert second.stats.entries == 2
+    assert same(second.get(chunk_of(0)), kv_of(0))
+    assert second.get(chunk_of(1)) is None
+
+
+def test_disk_sweeps_abandoned_temporary_files_but_not_fresh_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "00"
+    folder.mkdir()
+    (folder / "old.tmp").write_bytes(b"x")
+    os.utime(folder / "old.tmp", (1, 1))
+    (folder / "new.tmp").write_bytes(b"x")
+    DiskStore(tmp_path, LAYOUT, 1 << 20)
+    assert [path.name for path in folder.iterdir()] == ["new.tmp"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "grow", "swap"])
+def test_a_damaged_file_is_a_miss_counted_and_removed(tmp_path: Path, damage: str) -> None:
+    store = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store.put(chunk_of(1), kv_of(1))
+    store.put(chunk_of(2), kv_of(2))
+    path = next(tmp_path.glob(f"*/{chunk_of(1).key}.kv"))
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    elif damage == "swap":
+        data = bytearray(next(tmp_path.glob(f"*/{chunk_of(2).key}.kv")).read_bytes())
+    path.write_bytes({"truncate": data[:-1], "empty": b"", "grow": data + b"x"}.get(damage, data))
+    assert store.get(chunk_of(1)) is None
+    assert not path.exists()
+    assert store.stats.rejected.total() == 1
+    assert store.stats.entries == 1
+    assert same(store.get(chunk_of(2)), kv_of(2))
+
+
+def test_disk_leaves_nothing_behind_when_publishing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, LAYOUT, 1 << 20)
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        store.put(chunk_of(1), kv_of(1))
+    monkeypatch.undo()
+    assert list(tmp_path.rglob("*.*")) == []
+    store.put(chunk_of(1), kv_of(1))
+    assert same(store.get(chunk_of(1)), kv_of(1))
+
+
+def test_disk_works_on_after_its_folder_was_deleted(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "kv", LAYOUT, 1 << 20)
+    store.put(chunk_of(1), kv_of(1))
+    for path in sorted((tmp_path / "kv").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "kv").rmdir()
+    assert store.get(chunk_of(1)) is None
+    assert store.stats.entries == 0
+    store.put(chunk_of(1), kv_of(1))
+    assert same(store.get(chunk_of(1)), kv_of(1))
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    mine, other = (DiskStore(tmp_path, LAYOUT, 1 << 20) for _ in range(2))
+    other.put(chunk_of(1), kv_of(1))
+    assert same(mine.get(chunk_of(1)), kv_of(1))
+    assert mine.stats.entries == 1
+    other.delete([chunk_of(1).key])
+    assert mine.get(chunk_of(1)) is None
+    assert mine.stats.entries == 0
+
+
+# Redis
+
+
+def test_redis_values_are_at_most_4_mib(redis_server: RedisServer) -> None:
+    layout = KVLayout(layers=4, kv_heads=8, head_dim=64, dtype=torch.float32)
+    kv = kv_of(1, 1024, layout)
+    store = RedisStore(redis_server.url, layout)
+    store.put(chunk_of(1, 1024), kv)
+    with redis.Redis.from_url(redis_server.url) as client:
+        names = client.keys("*")
+        sizes = [client.strlen(name) for name in names]
+    assert len(names) == 5
+    assert max(sizes) == VALUE_BYTES
+    assert same(store.get(chunk_of(1, 1024)), kv)
+    store.delete([chunk_of(1, 1024).key])
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.keys("*") == []
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["evict", "truncate", "flip", "swap", "foreign"])
+def test_a_damaged_redis_entry_is_a_miss(redis_server: RedisServer, damage: str) -> None:
+    layout = KVLayout(layers=2, kv_heads=8, head_dim=64, dtype=torch.float32)
+    store = RedisStore(redis_server.url, layout)
+    for number in (1, 2):
+        store.put(chunk_of(number, 1024), kv_of(number, 1024, layout))
+    name, other = (f"prophetkv:{{{chunk_of(number).key}}}:1" for number in (1, 2))
+    with redis.Redis.from_url(redis_server.url) as client:
+        data = bytearray(client.get(name))
+        data[len(data) // 2] ^= 1
+        if damage == "evict":
+            client.delete(name)
+        else:
+            client.set(
+                name,
+                {"truncate": bytes(data[:-1]), "flip": bytes(data), "swap": client.get(other), "foreign": b"hello"}[
+                    damage
+                ],
+            )
+    assert store.get(chunk_of(1, 1024)) is None
+    assert store.stats.rejected.total() == (damage != "evict")
+    assert same(store.get(chunk_of(2, 1024)), kv_of(2, 1024, layout))
+    store.close()
+
+
+def test_a_sick_redis_is_left_alone_after_three_failures(own_redis: RedisServer) -> None:
+    """SIGSTOP: every call waits for the timeout, until the tier pauses and costs nothing."""
+    store = RedisStore(own_redis.url, LAYOUT, timeout=0.1)
+    store.put(chunk_of(1), kv_of(1))
+    own_redis.process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="Timeout"):
+            store.get(chunk_of(1))
+    for _ in range(100):
+        with pytest.raises(StoreUnavailable, match="paused"):
+            store.get(chunk_of(1))
+    assert store.stats.errors == 3
+    own_redis.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert same(store.get(chunk_of(1)), kv_of(1))
+            break
+        except StoreUnavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    store.close()
+
+
+def test_a_full_redis_refuses_writes_and_serves_reads(own_redis: RedisServer) -> None:
+    store = RedisStore(own_redis.url, LAYOUT)
+    store.put(chunk_of(1), kv_of(1))
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1")
+    with pytest.raises(StoreUnavailable, match="OutOfMemory"):
+        store.put(chunk_of(2), kv_of(2))
+    assert same(store.get(chunk_of(1)), kv_of(1))
+    store.close()
+
+
+# Tiers together
+
+
+class Sick:
+    """A tier whose medium fails always."""
+
+    name = "sick"
+
+    def __init__(self) -> None:
+        self.stats = StoreStats()
+
+    def get(self, chunk: Chunk) -> ChunkKV | None:
+        raise StoreUnavailable("sick tier: it burns")
+
+    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+        raise StoreUnavailable("sick tier: it burns")
+
+    def delete(self, keys: Any) -> None:
+        raise StoreUnavailable("sick tier: it burns")
+
+    def close(self) -> None:
+        pass
+
+
+def test_reads_through_and_promotes(tmp_path: Path, redis_server: RedisServer) -> None:
+    memory, disk = MemoryStore(1 << 20), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    far = RedisStore(redis_server.url, LAYOUT)
+    far.put(chunk_of(1), kv_of(1))
+    store = TieredStore([memory, disk, far])
+    assert [store.lookup(chunk_of(1)).tier for _ in range(2)] == ["redis", "memory"]
+    store.flush()
+    assert same(disk.get(chunk_of(1)), kv_of(1))
+    memory.delete([chunk_of(1).key])
+    assert store.lookup(chunk_of(1)).tier == "disk"
+    store.close()
+
+
+def test_a_failing_tier_is_a_miss_that_is_told(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store = TieredStore([MemoryStore(0), Sick(), disk])
+    store.put(chunk_of(1), kv_of(1))
+    store.flush()
+    found = store.lookup(chunk_of(1))
+    assert same(found.kv, kv_of(1))
+    assert (found.tier, found.faults) == ("disk", ("sick tier: it burns",))
+    with pytest.raises(StoreUnavailable):
+        store.delete([chunk_of(1).key])
+    assert disk.get(chunk_of(1)) is None
+    store.close()
+
+
+def test_the_backlog_is_bounded_and_drops_are_counted() -> None:
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        name = "slow"
+
+        def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+            gate.wait()
+            super().put(chunk, kv)
+
+    slow = Slow(1 << 20)
+    store = TieredStore([MemoryStore(1 << 20), slow], backlog_bytes=3 * SIZE)
+    for number in range(6):
+        store.put(chunk_of(number), kv_of(number))
+    gate.set()
+    store.flush()
+    assert slow.stats.writes == 3
+    assert slow.stats.dropped_writes == 3
+    store.close()
+
+
+def test_delete_comes_after_pending_writes(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 30)
+    store = TieredStore([MemoryStore(0), disk])
+    for number in range(50):
+        store.put(chunk_of(number), kv_of(number))
+    store.delete([chunk_of(number).key for number in range(50)])
+    assert disk.stats.entries == 0
+    store.close()
+
+
+# The source
+
+
+class Encoder:
+    """Encodes in three steps and counts."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.fail = False
+
+    def __call__(self, chunk: Chunk) -> Generator[None, None, ChunkKV]:
+        self.started += 1
+        for _ in range(3):
+            yield
+        if self.fail:
+            raise RuntimeError("device lost")
+        return kv_of(int(chunk.key, 16))
+
+
+def test_the_source_computes_on_a_miss_and_stores() -> None:
+    encoder = Encoder()
+    store = TieredStore([MemoryStore(1 << 20)])
+    source = ChunkSource(store, encoder)
+    assert [run(source.load(chunk_of(1))).tier for _ in range(3)] == ["computed", "memory", "memory"]
+    assert same(store.get(chunk_of(1)), kv_of(1))
+    assert encoder.started == 1
+    store.close()
+
+
+def test_interleaved_loads_share_one_computation() -> None:
+    encoder = Encoder()
+    store = TieredStore([MemoryStore(0)])  # keeps nothing: only the shared computation can help
+    source = ChunkSource(store, encoder)
+    loads = [source.load(chunk_of(1)) for _ in range(100)]
+    results = []
+    while loads:
+        for load in list(loads):
+            try:
+                next(load)
+            except StopIteration as stop:
+                results.append(stop.value)
+                loads.remove(load)
+    assert encoder.started == 1
+    assert all(same(result.kv, kv_of(1)) for result in results)
+    store.close()
+
+
+def test_a_dropped_load_leaves_its_computation_to_the_others() -> None:
+    encoder = Encoder()
+    store = TieredStore([MemoryStore(1 << 20)])
+    source = ChunkSource(store, encoder)
+    leader, follower = source.load(chunk_of(1)), source.load(chunk_of(1))
+    next(leader)
+    next(follower)
+    leader.close()
+    assert same(run(follower).kv, kv_of(1))
+    assert encoder.started == 1
+    alone = source.load(chunk_of(2))
+    next(alone)
+    alone.close()
+    del alone
+    run(source.load(chunk_of(2)))
+    assert encoder.started == 3  # nobody drove the first computation of chunk 2 any more: it was dropped
+    store.close()
+
+
+def test_a_failed_computation_is_tried_anew_by_the_next() -> None:
+    encoder = Encoder()
+    encoder.fail = True
+    store = TieredStore([MemoryStore(1 << 20)])
+    source = ChunkSource(store, encoder)
+    with pytest.raises(RuntimeError, match="device lost"):
+        run(source.load(chunk_of(1)))
+    encoder.fail = False
+    assert same(run(source.load(chunk_of(1))).kv, kv_of(1))
+    store.close()
