@@ -66,6 +66,7 @@ class StoredChunk:
     start: int
     end: int
     page: int | None
+    last_page: int | None
     heading: str | None
     text: str
     token_ids: tuple[int, ...]
@@ -214,6 +215,7 @@ class Catalogue:
                     start=chunk.start,
                     end=chunk.end,
                     page=chunk.page,
+                    last_page=chunk.last_page,
                     heading=chunk.heading,
                     text=chunk.text,
                     token_ids=np.asarray(chunk.token_ids, dtype="<i4").tobytes(),
@@ -266,7 +268,7 @@ class Catalogue:
         """Revisions by state: ready (of the present signature), and all that still waits, works or failed."""
         with self._database.read() as session:
             rows = session.execute(select(RevisionRow.state, func.count()).group_by(RevisionRow.state))
-            return dict(rows.tuples().all())
+            return dict(iter(rows))
 
     def revision_source(self, revision: int) -> ParsedDocument | None:
         """The extracted text to be chunked; None when the revision is gone."""
@@ -346,6 +348,7 @@ def _stored(chunk: ChunkRow, document: DocumentRow) -> StoredChunk:
         start=chunk.start,
         end=chunk.end,
         page=chunk.page,
+        last_page=chunk.last_page,
         heading=chunk.heading,
         text=chunk.text,
         token_ids=_ids(chunk.token_ids),

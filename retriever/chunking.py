@@ -15,7 +15,7 @@ _BREAKS = ("\n\n", "\n", ". ", " ")
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Tokens of the characters [start, end) of a document, and where they stand."""
+    """Tokens of the characters [start, end) of a document: from `page` to `last_page`, beginning under `heading`."""
 
     ordinal: int
     token_ids: tuple[int, ...]
@@ -23,6 +23,7 @@ class TextChunk:
     end: int
     text: str
     page: int | None
+    last_page: int | None
     heading: str | None
 
 
@@ -33,9 +34,22 @@ def chunk_document(document: ParsedDocument, encode: TextEncoder, max_tokens: in
     for ordinal, (first, last) in enumerate(_cuts(document.text, offsets, max_tokens)):
         start = offsets[first][0] if ordinal else 0
         end = offsets[last][0] if last < len(ids) else len(document.text)
-        section = document.section_at(start)
         text = document.text[start:end]
-        chunks.append(TextChunk(ordinal, tuple(ids[first:last]), start, end, text, section.page, section.heading))
+        # The sections of the first and last word: a chunk may begin or end with the white space between two.
+        first_word = document.section_at(start + len(text) - len(text.lstrip()))
+        last_word = document.section_at(max(start, start + len(text.rstrip()) - 1))
+        chunks.append(
+            TextChunk(
+                ordinal,
+                tuple(ids[first:last]),
+                start,
+                end,
+                text,
+                first_word.page,
+                last_word.page,
+                first_word.heading,
+            )
+        )
     return chunks
 
 

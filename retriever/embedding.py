@@ -18,7 +18,7 @@ from sentence_transformers import SentenceTransformer
 from errors import ModelUnavailable
 
 Vectors = NDArray[np.float32]
-_BATCH = 16
+_BATCH = 4  # windows at a time: larger batches are no faster on a CPU and take more memory
 
 
 class Embedder:

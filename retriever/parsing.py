@@ -39,6 +39,30 @@ MEDIA_TYPES = {
     "application/pdf": "pdf",
     "application/vnd.openxmlformats-officedocument.wordprocessingml.document": "docx",
 }
+_HTML_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+_HTML_BLOCKS = _HTML_HEADINGS | {
+    *("address", "article", "aside", "blockquote", "br", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption"),
+    *(
+        "figure",
+        "footer",
+        "form",
+        "header",
+        "hr",
+        "li",
+        "main",
+        "ol",
+        "p",
+        "section",
+        "summary",
+        "table",
+        "tbody",
+        "td",
+    ),
+    *("tfoot", "th", "thead", "ul"),
+}
+_HTML_SKIPPED = {"script", "style", "noscript", "template", "head", "nav", "svg"}
+_HTML_PAGE_SKIPPED = _HTML_SKIPPED | {"header", "footer"}  # of the page; those of its content are content
+_HTML_CONTENT = {"main", "article", "section"}
 _MAX_INFLATED = 200 << 20
 _MAX_CHARACTERS = 20_000_000
 _SECONDS = 60
@@ -164,32 +188,43 @@ def _parse_markdown(content: bytes) -> ParsedDocument:
 
 
 def _parse_html(content: bytes) -> ParsedDocument:
-    from bs4 import BeautifulSoup
+    """Keeps every word but navigation and the like: what a main-text heuristic drops is lost without a trace."""
+    from bs4 import BeautifulSoup, Tag
+    from bs4.element import NavigableString, PreformattedString
 
     soup = BeautifulSoup(content, "lxml")
-    title = soup.title.get_text(" ", strip=True) if soup.title else None
-    for tag in soup(["script", "style", "noscript", "template", "head", "nav", "header", "footer", "svg"]):
-        tag.decompose()
     builder = _Builder()
-    blocks = ["h1", "h2", "h3", "h4", "h5", "h6", "p", "li", "tr", "pre", "blockquote", "dt", "dd", "figcaption"]
-    body = soup.body or soup
-    for block in body.find_all(blocks):
-        if block.name not in ("tr", "pre") and block.find(blocks):
-            # Its blocks speak for themselves; its own words between them must not be lost.
-            own = " ".join(" ".join(s.split()) for s in block.find_all(string=True, recursive=False)).strip()
-            builder.add(own)
-        elif block.find_parent(["tr", "pre"]) and block.name not in ("tr", "pre"):
-            continue
-        elif block.name == "tr":
-            builder.add(" | ".join(cell.get_text(" ", strip=True) for cell in block.find_all(["td", "th"])), "\n")
-        elif block.name == "pre":
-            builder.add(block.get_text())
-        else:
-            words = " ".join(block.get_text(" ").split())
-            builder.add(words, heading=words if block.name in blocks[:6] else None)
-    if not builder.parts:  # no blocks at all: take the text as it stands
-        builder.add(body.get_text("\n", strip=True))
-    return builder.document(title)
+    line: list[str] = []
+
+    def flush(end: str = "\n\n", heading: bool = False) -> None:
+        words = " ".join("".join(line).split())
+        line.clear()
+        builder.add(words, end, heading=words if heading else None)
+
+    def walk(node: Tag, in_content: bool = False) -> None:
+        for child in node.children:
+            if isinstance(child, NavigableString):
+                if not isinstance(child, PreformattedString):  # comments, declarations
+                    line.append(child)
+            elif not isinstance(child, Tag) or child.name in (_HTML_SKIPPED if in_content else _HTML_PAGE_SKIPPED):
+                continue
+            elif child.name == "pre":
+                flush()
+                builder.add(child.get_text())
+            elif child.name == "tr":
+                flush()
+                line.append(" | ".join(cell.get_text(" ", strip=True) for cell in child.find_all(["td", "th"])))
+                flush("\n")
+            elif child.name in _HTML_BLOCKS:
+                flush()
+                walk(child, in_content or child.name in _HTML_CONTENT)
+                flush(heading=child.name in _HTML_HEADINGS)
+            else:
+                walk(child, in_content)
+
+    walk(soup.body or soup)
+    flush()
+    return builder.document(soup.title.get_text(" ", strip=True) if soup.title else None)
 
 
 def _parse_pdf(content: bytes) -> ParsedDocument:

@@ -88,6 +88,7 @@ class ChunkRow(Base):
     start: Mapped[int] = mapped_column(Integer)
     end: Mapped[int] = mapped_column(Integer)
     page: Mapped[int | None] = mapped_column(Integer)
+    last_page: Mapped[int | None] = mapped_column(Integer)
     heading: Mapped[str | None] = mapped_column(Text)
     text: Mapped[str] = mapped_column(Text)
     token_ids: Mapped[bytes] = mapped_column(LargeBinary)

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -84,7 +84,7 @@ def ask(
     url: Url = _DEFAULT_URL,
 ) -> None:
     """Ask a running server and stream the answer."""
-    options: dict[str, object] = {"collection": collection}
+    options: dict[str, Any] = {"collection": collection}
     if strategy is not None:
         options["strategy"] = {"name": strategy} | ({"ratio": ratio} if ratio is not None else {})
     elif ratio is not None:
@@ -160,8 +160,10 @@ def _main(version: Annotated[bool, typer.Option("--version", help="print the ver
         raise typer.Exit
 
 
-def stream_answer(client: Client, question: str, options: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """Prints an answer as it comes and its sources. Returns the answer and the `done` event's data."""
+def stream_answer(
+    client: Client, question: str, options: dict[str, Any]
+) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """Prints an answer as it comes and its sources. Returns the answer, the `done` event's data, and the sources."""
     answer, done, sources = "", {}, []
     for name, data in client.ask(question, **options):
         if name == "sources":
@@ -173,10 +175,21 @@ def stream_answer(client: Client, question: str, options: dict[str, object]) -> 
             done = data
     console.print()
     for source in sources:
-        place = f"page {source['page']}" if "page" in source else source.get("heading") or ""
-        named = f"{source.get('document', 'context')} {place}".strip()
-        console.print(f"  [{source['index']}] {named}", markup=False, style="dim", highlight=False)
-    return answer, done
+        console.print(
+            f"  [{source['index']}] {_place(source)}", markup=False, style="dim", highlight=False, soft_wrap=True
+        )
+    return answer, done, sources
+
+
+def _place(source: dict[str, Any]) -> str:
+    """Document, page or heading, and characters of a source."""
+    place = f"characters {source['start']} to {source['end']}"
+    if "heading" in source:
+        place = f"{source['heading']!r}, {place}"
+    if "page" in source:
+        first, last = source["page"], source["last_page"]
+        place = (f"page {first}" if first == last else f"pages {first} to {last}") + f", {place}"
+    return f"{source.get('document', 'context')}, {place}"
 
 
 def _follow(client: Client, jobs: dict[str, str], bar: Progress) -> int:

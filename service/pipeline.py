@@ -272,6 +272,7 @@ def _from_hit(hit: Hit) -> Source:
         "document": chunk.document,
         "title": chunk.title,
         "page": chunk.page,
+        "last_page": chunk.last_page,
         "heading": chunk.heading,
         "start": chunk.start,
         "end": chunk.end,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 
 import uvicorn
@@ -27,23 +28,32 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_seconds: float) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self.runtime = runtime
         self._drain_seconds = drain_seconds
+        self.loop: asyncio.AbstractEventLoop
         self._draining: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Replaces uvicorn's handlers, which cut streams and raise the signal again at the end."""
-        loop = asyncio.get_running_loop()
+        self.loop = loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals reach the main thread only; whoever runs a server in another one calls `drain` on its loop
+            return
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self.drain)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def stop(self) -> None:
+        """Ends the server without draining."""
+        self.should_exit = True
+
+    def drain(self) -> None:
+        """What a signal does: ends the server in order. Called a second time, at once. On the server's event loop."""
         if self._draining is None:
             log.info("draining: open answers have %.0f s", self._drain_seconds)
             self._draining = asyncio.get_running_loop().create_task(self._drain(self._drain_seconds))
@@ -52,8 +62,8 @@ class Server(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain(0.0))
 
     async def _drain(self, seconds: float) -> None:
-        if self._runtime.started:
-            pipeline = self._runtime.pipeline
+        if self.runtime.started:
+            pipeline = self.runtime.pipeline
             pipeline.draining = True
             try:
                 await asyncio.wait_for(pipeline.wait_for_active(), seconds)
@@ -63,10 +73,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(settings: Settings) -> int:
-    """Serves until a signal comes. Returns the exit status: 0 after an orderly end, 1 when starting failed."""
+def make_server(settings: Settings) -> Server:
+    """A server that is not yet running."""
     app = create_app(settings)
-    runtime: Runtime = app.state.runtime
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -75,11 +84,13 @@ def serve(settings: Settings) -> int:
         access_log=False,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    server = Server(config, runtime, settings.drain_seconds)
+    server = Server(config, app.state.runtime, settings.drain_seconds)
+    app.state.on_failure = server.stop
+    return server
 
-    def stop() -> None:
-        server.should_exit = True
 
-    app.state.on_failure = stop
+def serve(settings: Settings) -> int:
+    """Serves until a signal comes. Returns the exit status: 0 after an orderly end, 1 when starting failed."""
+    server = make_server(settings)
     server.run()
-    return 1 if runtime.failure is not None or not server.started else 0
+    return 0 if server.started and server.runtime.failure is None else 1

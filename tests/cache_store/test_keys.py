@@ -12,7 +12,7 @@ def test_no_two_field_lists_collide(a: list[bytes], b: list[bytes]) -> None:
 
 
 def test_keys_are_stable_across_processes_and_releases() -> None:
-    """A changed value means that every stored entry of every installation is lost: raise the version on purpose only."""
+    """A changed value loses every stored entry of every installation: change it on purpose only."""
     space = key_space("fingerprint", (1, 2, 3), "default", "raw")
     assert chunk_key(space, tokens_digest((4, 5))) == "4597e0f2e3bd8e2707462684df56859778579e75e0a347b394fb645fcec138ef"
 

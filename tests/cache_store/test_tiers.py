@@ -101,7 +101,7 @@ def test_a_damaged_file_is_a_miss_counted_and_removed(tmp_path: Path, damage: st
         data[len(data) // 2] ^= 1
     elif damage == "swap":
         data = bytearray(next(tmp_path.glob(f"*/{chunk_of(2).key}.kv")).read_bytes())
-    path.write_bytes({"truncate": data[:-1], "empty": b"", "grow": data + b"x"}.get(damage, data))
+    path.write_bytes({"truncate": data[:-1], "empty": bytearray(), "grow": data + b"x"}.get(damage, data))
     assert store.get(chunk_of(1)) is None
     assert not path.exists()
     assert store.stats.rejected.total() == 1

@@ -216,7 +216,7 @@ def test_attend_refuses_nothing_but_future_keys() -> None:
     key, value = (torch.randn(1, kv_heads, keys, width, generator=generator) for _ in range(2))
     positions = torch.randperm(keys, generator=generator)[:700].sort().values
     positions[-64:] = torch.arange(keys - 64, keys)
-    positions = torch.unique(positions)  # type: ignore[no-untyped-call]
+    positions = torch.unique(positions)
     query = torch.randn(1, heads, len(positions), width, generator=generator) * 3
     out, lse = attend(query, key, value, QueryRows.of(positions, torch.device("cpu"), torch.float32), 0.3)
     group = heads // kv_heads
