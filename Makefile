@@ -53,7 +53,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed  ## time to first token over HTTP, ProphetKV against full prefill, and ingestion rate
-	PROPHETKV_DATA_DIR=$(CURDIR)/.data/bench $(BIN)/python -m benchmarks.ttft
+	PROPHETKV_DATA_DIR=$(CURDIR)/.data $(BIN)/python -m benchmarks.service
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

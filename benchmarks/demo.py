@@ -7,10 +7,8 @@ full and every ProphetKV answer holds the fact that the documents state.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,9 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.service import free_port
 from service.cli import stream_answer
 from service.client import Client
-from service.settings import load_settings
+from service.settings import load_settings, with_settings
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "docs" / "sample"
@@ -53,7 +52,16 @@ def main() -> int:
     """Runs the demonstration; the exit status."""
     settings = load_settings()
     data = settings.data_dir / "demo"
-    environment = _environment(data, settings.model_cache)
+    environment = with_settings(
+        host="127.0.0.1",
+        port=free_port(),
+        data_dir=data,
+        model_dir=settings.model_cache,
+        model=MODELS[1],
+        embedder=MODELS[0],
+        precompute=False,
+        memory_bytes=256 << 20,
+    )
     for model in MODELS:
         command = [sys.executable, "-m", "service.cli", "models", "--fetch", model]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -136,22 +144,6 @@ def peak_memory(pid: int) -> float:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / (1 << 20)
     return 0.0
-
-
-def _environment(data: Path, cache: Path) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return os.environ | {
-        "PROPHETKV_HOST": "127.0.0.1",
-        "PROPHETKV_PORT": str(port),
-        "PROPHETKV_DATA_DIR": str(data),
-        "PROPHETKV_MODEL_DIR": str(cache),
-        "PROPHETKV_MODEL": MODELS[1],
-        "PROPHETKV_EMBEDDER": MODELS[0],
-        "PROPHETKV_PRECOMPUTE": "false",
-        "PROPHETKV_MEMORY_BYTES": str(256 << 20),
-    }
 
 
 def _progress() -> Progress:

@@ -111,6 +111,7 @@ class Model:
         self.layout = KVLayout(config.num_hidden_layers, config.num_key_value_heads, head_dim, self.dtype)
         self.heads: int = heads
         self.eos_ids = _eos_ids(module)
+        self._module = module
         self._decoder = module.model
         self._head = module.lm_head
         self._inv_freq: Tensor = module.model.rotary_emb.inv_freq.float()
@@ -131,8 +132,7 @@ class Model:
                 folder, dtype=kind, attn_implementation="prophetkv", use_safetensors=True, trust_remote_code=False
             )
         module = module.to(target).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return cls(module, tokenizer, fingerprint(folder, config, kind))
+        return cls(module, load_tokenizer(folder), fingerprint(folder, config, kind))
 
     def new_slots(self, capacity: int) -> Slots:
         """Uninitialised slots for `capacity` positions."""
@@ -166,6 +166,19 @@ class Model:
         hidden = last(hidden, position_embeddings=angles, cache=step, step=step)
         logits: Tensor = self._head(self._decoder.norm(hidden))[0, -1].float()
         return logits
+
+    def plain_logits(self, ids: Tensor) -> Tensor:
+        """The transformers model itself under SDPA: what `full` must equal and not trail.
+
+        ids: int64 [tokens] or [batch, tokens]; returns the last row's logits, fp32 [vocab] or [batch, vocab].
+        """
+        self._module.set_attn_implementation("sdpa")
+        try:
+            batch = ids.to(self.device).view(-1, ids.shape[-1])
+            logits: Tensor = self._module(batch, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+        finally:
+            self._module.set_attn_implementation("prophetkv")
+        return logits.view(*ids.shape[:-1], -1)
 
     def rotation(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
         """A function that turns keys [..., tokens, head_dim] by the angles of `positions` (int64 [tokens]), in fp32.
@@ -283,6 +296,11 @@ def _quiet() -> Iterator[None]:
     finally:
         if enabled:
             bars.enable_progress_bar()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer alone."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:

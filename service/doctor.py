@@ -92,14 +92,18 @@ def _identities(model: Model) -> Iterator[Finding]:
     source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
     parts = tuple(Part(draw(3), chunk) for chunk in chunks)
 
-    def logits(name: str, ratio: float) -> Tensor:
+    def prefill(name: str, ratio: float) -> Prefill:
         request = GenerateRequest("doctor", prefix, parts, suffix, StrategySpec(name, ratio), Sampling(max_tokens=1))
-        return run_steps(STRATEGIES[name](Prefill(model, source, prefixes, request)))
+        return Prefill(model, source, prefixes, request)
+
+    def logits(name: str, ratio: float) -> Tensor:
+        return run_steps(STRATEGIES[name](prefill(name, ratio)))
 
     try:
         full, naive = logits("full", 1.0), logits("naive", 0.0)
         scale = float(full.abs().max()) if model.dtype != torch.float32 else 1.0
         bound = _TOLERANCE[model.dtype] * scale
+        yield _close("full is the plain model", full, model.plain_logits(prefill("full", 1.0).layout.ids), bound)
         yield _close("ratio 1 is the full prefill", logits("prophetkv", 1.0), full, bound)
         yield _close("ratio 0 is naive reuse", logits("prophetkv", 0.0), naive, bound)
         apart = float((naive - full).abs().max())

@@ -128,6 +128,11 @@ def load_settings(**overrides: object) -> Settings:
         raise ConfigError(f"{name}: {first['msg']}{got}") from None
 
 
+def with_settings(**values: object) -> dict[str, str]:
+    """This process's environment with these settings in it, for a server of one's own."""
+    return os.environ | {PREFIX + name.upper(): str(value) for name, value in values.items()}
+
+
 def _file_values() -> dict[str, str | None]:
     return dotenv_values(_ENV_FILE) if Path(_ENV_FILE).exists() else {}
 

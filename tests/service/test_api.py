@@ -404,8 +404,8 @@ def test_leaving_a_stream_stops_the_work(http: httpx.Client, fleet: str, server:
     with server.http() as leaver, leaver.stream("POST", "/query", json=body) as answer:
         for line in answer.iter_lines():
             if line == "event: token":
+                assert running(http) == 1
                 break
-        assert running(http) == 1
     wait_for(lambda: running(http) == 0, 5)
     assert 'prophetkv_requests_total{outcome="cancelled",strategy="prophetkv"}' in http.get("/metrics").text
 
