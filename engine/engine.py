@@ -113,19 +113,27 @@ class Engine:
             self.abort(task.request.id)
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                with self._wake:
-                    task = self._next()
-                    while task is None:
-                        if self._closing:
-                            return
-                        self._wake.wait()
-                        task = self._next()
-                    self._last_step = time.monotonic()
-                    if self._closing:
-                        task.aborted = True
-                self._step(task)
+        try:
+            with torch.inference_mode():
+                while (task := self._await_task()) is not None:
+                    self._step(task)
+        finally:  # also when something worse than an Exception ends the thread: nobody may wait for it
+            with self._wake:
+                self._closing = True
+                for task in self._tasks.values():
+                    task.send(NotReady("the device thread has ended"))
+
+    def _await_task(self) -> _Task | None:
+        """Blocks until some task has a step to take; None when the engine was closed and all tasks have ended."""
+        with self._wake:
+            while (task := self._next()) is None:
+                if self._closing:
+                    return None
+                self._wake.wait()
+            self._last_step = time.monotonic()
+            if self._closing:
+                task.aborted = True
+            return task
 
     def _next(self) -> _Task | None:
         """Whose step is next; None when there is nothing to do. Also drops what was aborted while it waited."""

@@ -201,7 +201,8 @@ async def _upsert(request: Request, runtime: Runtime, collection: str, name: str
     digest = hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
     if name is None:
         name = hashlib.sha256(json.dumps([filename, title, digest]).encode()).hexdigest()[:32]
-    parsed = await asyncio.to_thread(_parsed, content, kind)
+    async with runtime.parsing:
+        parsed = await asyncio.to_thread(_parsed, content, kind)
     done = await asyncio.to_thread(
         lambda: runtime.catalogue.upsert(
             collection,

@@ -71,12 +71,17 @@ def examine(model: Model, settings: Settings) -> Iterator[Finding]:
     per_token = model.layout.layers * model.layout.layer_bytes(1)
     even = rate * per_token / 1e9
     yield Finding("KV size", None, f"{per_token / 1024:.0f} KiB a token")
+    paying, losing = [], []
     for name, found in _tier_rates(model, settings):
         if isinstance(found, StoreError):
             yield Finding(f"{name} tier", False, str(found))
             continue
-        verdict = "reuse pays" if found > even else "recomputing a chunk is faster than loading it"
-        yield Finding(f"{name} tier", None, f"reads {found:.2f} GB/s; break-even is {even:.3f} GB/s: {verdict}")
+        (paying if found > even else losing).append(name)
+        yield Finding(f"{name} tier", None, f"reads {found:.2f} GB/s; break-even is {even:.3f} GB/s")
+    verdict = f"yes, from {' and '.join(paying)}" if paying else "no: computing a chunk is faster than loading it"
+    if paying and losing:
+        verdict += f"; from {' and '.join(losing)} loading is slower than computing"
+    yield Finding("does reuse pay on this machine?", None, verdict)
 
 
 def _identities(model: Model) -> Iterator[Finding]:

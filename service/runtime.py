@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 TENANT = "default"
 CODEC = "raw"
+_PARSERS = 2  # documents parsed at a time: bounds memory, and leaves threads to the queries
 DEFAULT_COLLECTION = "default"
 
 
@@ -51,6 +52,7 @@ class Runtime:
         self.metrics = Metrics(settings.model)
         self.failure: Exception | None = None
         self.started = False
+        self.parsing = asyncio.Semaphore(_PARSERS)
         self.catalogue: Catalogue
         self.jobs: Jobs
         self.retriever: Retriever

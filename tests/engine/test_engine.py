@@ -230,6 +230,31 @@ async def test_a_failing_request_fails_alone(rig: Rig, monkeypatch: pytest.Monke
     assert rig.engine.stats().alive
 
 
+async def test_a_dead_device_thread_leaves_nobody_waiting(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    first = rig.engine.submit(rig.request("first", max_tokens=1000))
+    second = rig.engine.submit(rig.request("second", max_tokens=1000))
+    await anext(first)
+    rig.trace = Trap(SystemExit())
+    for events in (first, second):
+        with pytest.raises(NotReady, match="has ended"):
+            await collect(events)
+    assert not rig.engine.stats().alive
+    with pytest.raises(NotReady):
+        rig.engine.submit(rig.request("late"))
+
+
+class Trap(list[str]):
+    """Raises on the next append."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def append(self, item: str) -> None:
+        raise self._error
+
+
 async def test_closing_ends_open_streams_and_refuses_new_ones() -> None:
     rig = Rig()
     events = rig.engine.submit(rig.request("open", max_tokens=1000))

@@ -41,7 +41,7 @@ def test_full_equals_the_plain_model(family: str) -> None:
     expected = plain(prefill.layout.ids[None]).logits[0, -1]
     assert float(expected.abs().max()) > 5
     assert error(found, expected) < 1e-4
-    assert error(bench.model.plain_logits(prefill.layout.ids), expected) == 0.0
+    assert error(bench.model.plain_logits(prefill.layout.ids), expected) < 1e-4
     assert error(bench.logits("full"), found) == 0.0
 
 

@@ -77,5 +77,5 @@ def test_doctor_finds_a_good_model_good(smollm: Path, tmp_path: Path, redis_serv
         assert f"ok   {line}" in text
     for tier in ("memory", "disk", "redis"):
         assert f"{tier} tier: reads" in text
-    assert "break-even" in text
+    assert "does reuse pay on this machine?: yes, from memory" in text
     assert "FAIL" not in text
