@@ -71,7 +71,8 @@ def examine(model: Model, settings: Settings) -> Iterator[Finding]:
     per_token = model.layout.layers * model.layout.layer_bytes(1)
     even = rate * per_token / 1e9
     yield Finding("KV size", None, f"{per_token / 1024:.0f} KiB a token")
-    paying, losing = [], []
+    paying: list[str] = []
+    losing: list[str] = []
     for name, found in _tier_rates(model, settings):
         if isinstance(found, StoreError):
             yield Finding(f"{name} tier", False, str(found))
