@@ -79,7 +79,7 @@ def main() -> int:
             client.wait_until_ready(180)
             ingest(client, sorted(SAMPLE.iterdir()))
             rows, right = ask_all(client)
-        console.print(table(rows))
+        Console(width=max(console.width, 110)).print(table(rows))
         console.print(f"peak memory of the server: {peak_memory(server.pid):.2f} GiB", highlight=False)
     finally:
         server.send_signal(signal.SIGTERM)
