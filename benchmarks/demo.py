@@ -7,8 +7,6 @@ full and every ProphetKV answer holds the fact that the documents state.
 
 from __future__ import annotations
 
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.service import free_port
+from benchmarks.launch import running_server
 from service.cli import stream_answer
 from service.client import Client
+from service.models import is_cached
 from service.settings import load_settings, with_settings
 
 ROOT = Path(__file__).parent.parent
@@ -50,42 +49,21 @@ console = Console()
 
 def main() -> int:
     """Runs the demonstration; the exit status."""
-    settings = load_settings()
-    data = settings.data_dir / "demo"
-    environment = with_settings(
-        host="127.0.0.1",
-        port=free_port(),
-        data_dir=data,
-        model_dir=settings.model_cache,
-        model=MODELS[1],
-        embedder=MODELS[0],
-        precompute=False,
-        memory_bytes=256 << 20,
-    )
+    settings = load_settings(model=MODELS[1], embedder=MODELS[0])
     for model in MODELS:
-        command = [sys.executable, "-m", "service.cli", "models", "--fetch", model]
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    shutil.rmtree(data, ignore_errors=True)
-    data.mkdir(parents=True)
-    url = f"http://127.0.0.1:{environment['PROPHETKV_PORT']}"
-    log = data / "server.log"
-    console.print(f"starting the service on {url}, log in {log}")
-    with log.open("wb") as sink:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve"], env=environment, stdout=sink, stderr=sink
-        )
-    try:
-        with Client(url) as client:
-            client.wait_until_ready(180)
-            ingest(client, sorted(SAMPLE.iterdir()))
-            rows, right = ask_all(client)
-        Console(width=max(console.width, 110)).print(table(rows))
-        console.print(f"peak memory of the server: {peak_memory(server.pid):.2f} GiB", highlight=False)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        status = server.wait(60)
+        if not is_cached(model, settings.model_cache):
+            command = [sys.executable, "-m", "service.cli", "models", "--fetch", model]
+            subprocess.run(command, env=with_settings(model_dir=settings.model_cache), check=True, stdout=sys.stderr)
+    console.print("starting the service ...")
+    options = {"embedder": settings.embedder, "precompute": False, "memory_bytes": 256 << 20}
+    with running_server(settings, **options) as server:
+        ingest(server.client, sorted(SAMPLE.iterdir()))
+        rows, right = ask_all(server.client)
+        peak = server.peak_memory()
+    Console(width=max(console.width, 110)).print(table(rows))
+    console.print(f"peak memory of the server: {peak:.2f} GiB", highlight=False)
     console.print("all answers hold their fact" if right else "[red]some answer lacks its fact[/red]")
-    return 0 if right and status == 0 else 1
+    return 0 if right else 1
 
 
 def ingest(client: Client, files: list[Path]) -> None:
@@ -136,14 +114,6 @@ def table(rows: list[tuple[str, dict[str, Any]]]) -> Table:
         cells = [f"{timings[f'{phase}_ms'] / 1000:.2f}" for phase in PHASES]
         made.add_row(name, *cells, str(usage["context_tokens"]), str(usage["recomputed_tokens"]))
     return made
-
-
-def peak_memory(pid: int) -> float:
-    """GiB, as the kernel saw it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) / (1 << 20)
-    return 0.0
 
 
 def _progress() -> Progress:

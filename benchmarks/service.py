@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.launch import running_server
 from benchmarks.report import conditions, paired_ratio, write
 from engine.base import GenerateRequest, Sampling, StrategySpec
 from engine.encode import PrefixCache
 from engine.model import Model, encode_text, load_tokenizer
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
-from service.client import Client
 from service.doctor import run_steps
 from service.models import resolve_language_model
-from service.settings import Settings, load_settings, with_settings
+from service.settings import Settings, load_settings
 
 
 def words(count: int, seed: int) -> str:
@@ -71,7 +65,8 @@ def measure_full(settings: Settings, tokens: int, pairs: int) -> dict[str, Any]:
 
 def measure_ttft(settings: Settings, tokens: int, ratio: float, pairs: int) -> dict[str, Any]:
     """Warm ProphetKV against full over HTTP, as a client sees it."""
-    with running_server(settings, precompute=False, memory_bytes=2 << 30) as (client, _):
+    with running_server(settings, precompute=False, memory_bytes=2 << 30) as server:
+        client = server.client
         model_tokens = encode_text(_tokenizer(settings), words(2 * tokens, 1))
         text = words(2 * tokens, 1)[: model_tokens[1][tokens - 1][1]]
         times: dict[str, list[float]] = {"full": [], "prophetkv": []}
@@ -112,8 +107,9 @@ def measure_ttft(settings: Settings, tokens: int, ratio: float, pairs: int) -> d
 def measure_ingest(settings: Settings, tokens: int) -> dict[str, Any]:
     """Ingestion with precompute, from sending the document to the end of its job, against a plain batched prefill."""
     text = words(2 * tokens, 2)
-    with running_server(settings, precompute=True) as (client, folder):
-        path = folder / "document.txt"
+    with running_server(settings, precompute=True) as server:
+        client = server.client
+        path = server.folder / "document.txt"
         ids, offsets = encode_text(_tokenizer(settings), text)
         path.write_text(text[: offsets[tokens - 1][1]])
         rates = []
@@ -155,36 +151,6 @@ def load_model(settings: Settings) -> Model:
 
 def _tokenizer(settings: Settings) -> Any:
     return load_tokenizer(resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype))
-
-
-@contextmanager
-def running_server(settings: Settings, **options: object) -> Iterator[tuple[Client, Path]]:
-    """A server of one's own with an empty store; its client and data folder."""
-    folder = settings.data_dir / "bench"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    port = free_port()
-    environment = with_settings(
-        host="127.0.0.1", port=port, data_dir=folder, model_dir=settings.model_cache, model=settings.model, **options
-    )
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve"], env=environment, stdout=log, stderr=log
-        )
-    try:
-        with Client(f"http://127.0.0.1:{port}", timeout=3600) as client:
-            client.wait_until_ready(300)
-            yield client, folder
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -22,11 +22,8 @@ from typing import IO
 
 import httpx
 from filelock import FileLock
-from huggingface_hub import hf_hub_url, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from engine.model import convert_gguf, resolve_device, resolve_dtype
 from errors import ModelUnavailable
 
 log = logging.getLogger(__name__)
@@ -96,6 +93,8 @@ MANIFEST = {
 
 def resolve_language_model(name: str, cache: Path, device: str, dtype: str) -> Path:
     """Folder with safetensors weights and tokenizer. Raises ModelUnavailable."""
+    from engine.model import convert_gguf, resolve_device, resolve_dtype  # heavy: looking things up must stay quick
+
     kind = resolve_dtype(dtype, resolve_device(device))
 
     def convert(file: Path, folder: Path) -> None:
@@ -174,6 +173,8 @@ def _fetch(entry: ManifestEntry, keep: Path, scratch: Path) -> Path:
 def _download_from_hub(entry: ManifestEntry, target: Path, scratch: Path) -> None:
     if entry.hub is None:
         raise ModelUnavailable("the hub does not hold this file")
+    from huggingface_hub import hf_hub_url
+
     log.info("asking the model hub for %s", entry.file)
     url = hf_hub_url(*entry.hub)
     try:
@@ -223,6 +224,9 @@ def _from_hub(name: str) -> Path:
         raise ModelUnavailable(
             f"{name!r} is neither a folder nor a manifest entry ({', '.join(MANIFEST)}) nor a hub id (owner/name)"
         )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "1_Pooling/*"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT))
