@@ -36,7 +36,7 @@ class Running:
 
 @contextmanager
 def running_server(settings: Settings, **options: object) -> Iterator[Running]:
-    """Starts a server with an empty data folder below the configured one; ends it in order, and expects exit status 0."""
+    """Starts a server with an empty data folder below the configured one; ends it in order, and checks the status."""
     folder = settings.data_dir / "scratch"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

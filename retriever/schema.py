@@ -5,7 +5,18 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, ForeignKey, Integer, LargeBinary, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 SCHEMA_VERSION = 1
@@ -14,6 +25,17 @@ SCHEMA_VERSION = 1
 def now() -> datetime:
     """The present, in UTC."""
     return datetime.now(UTC)
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """A moment in UTC. SQLite forgets the time zone; it is put back on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Called by SQLAlchemy on reading."""
+        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
 
 
 class Base(DeclarativeBase):
@@ -47,8 +69,8 @@ class DocumentRow(Base):
     name: Mapped[str] = mapped_column(String(128))
     title: Mapped[str | None] = mapped_column(Text)
     attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=now)
-    updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=now, onupdate=now)
+    created_at: Mapped[datetime] = mapped_column(UtcTime, default=now)
+    updated_at: Mapped[datetime] = mapped_column(UtcTime, default=now, onupdate=now)
 
 
 class RevisionRow(Base):
@@ -109,8 +131,8 @@ class JobRow(Base):
     total: Mapped[int] = mapped_column(Integer, default=0)
     attempts: Mapped[int] = mapped_column(Integer, default=0)
     error: Mapped[str | None] = mapped_column(Text)
-    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=now)
-    updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=now, onupdate=now)
+    created_at: Mapped[datetime] = mapped_column(UtcTime, default=now)
+    updated_at: Mapped[datetime] = mapped_column(UtcTime, default=now, onupdate=now)
 
 
 class PurgeRow(Base):

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,7 @@ def test_metadata_and_title_by_multipart(http: httpx.Client) -> None:
     )
     assert answer.status_code == 202
     told = http.get("/documents/m?collection=meta").json()
+    assert datetime.fromisoformat(told["created_at"]).utcoffset() == timedelta(0)
     assert (told["title"], told["metadata"], told["kind"], told["answers"]) == ("A title", {"tags": ["a"]}, "txt", True)
 
 
