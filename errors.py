@@ -18,6 +18,7 @@ ProphetKVError
 ├── StoreError                 a KV tier failed; the tiered store turns it into a miss and a metric
 │   ├── StoreUnavailable
 │   └── CorruptEntry
+├── NumericalFault             NaN or infinity where numbers should be: the request falls back, or fails
 ├── ModelError
 │   ├── UnsupportedModel       reuse is not proven for this architecture, RoPE type or attention
 │   └── ModelUnavailable       no source answered, or what came has another digest
@@ -110,6 +111,10 @@ class CorruptEntry(StoreError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+class NumericalFault(ProphetKVError):
+    """The model's arithmetic overflowed, or reused KV is not what it should be."""
 
 
 class ModelError(ProphetKVError):

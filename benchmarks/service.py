@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.launch import running_server
 from benchmarks.report import conditions, paired_ratio, write
-from engine.base import GenerateRequest, Sampling, StrategySpec
+from engine.base import GenerateRequest, Sampling
 from engine.encode import PrefixCache
 from engine.model import Model, encode_text, load_tokenizer
 from engine.prefill import Prefill
@@ -45,10 +45,10 @@ def measure_full(settings: Settings, tokens: int, pairs: int) -> dict[str, Any]:
     """The engine's full prefill against the plain model, interleaved."""
     model = load_model(settings)
     ids = encode_text(model.tokenizer, words(2 * tokens, 0))[0][:tokens]
-    request = GenerateRequest("bench", (), (), tuple(ids), StrategySpec("full"), Sampling(max_tokens=1))
+    request = GenerateRequest("bench", (), (), tuple(ids), STRATEGIES["full"](), Sampling(max_tokens=1))
 
     def ours() -> None:
-        run_steps(STRATEGIES["full"](Prefill(model, _NoSource(), PrefixCache(model), request)))
+        run_steps(request.strategy.prefill(Prefill(model, _NoSource(), PrefixCache(model), request)))
 
     def plain() -> None:
         model.plain_logits(torch.tensor(ids))

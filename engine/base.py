@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from cache_store.base import Chunk
+
+if TYPE_CHECKING:
+    from engine.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class StrategySpec:
-    """Name of a registered strategy and the share of context tokens it may recompute, 0..1."""
-
-    name: str
-    ratio: float = 0.2
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """A chunk and the glue before it: separator and source label, which belong to no chunk."""
 
@@ -37,14 +32,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Prefix, parts and suffix in prompt order, each tokenised on its own."""
+    """Prefix, parts and suffix in prompt order, each tokenised on its own.
+
+    question: where the user's own words stand within the suffix, [start, stop); empty when nobody knows.
+    """
 
     id: str
     prefix: tuple[int, ...]
     parts: tuple[Part, ...]
     suffix: tuple[int, ...]
-    strategy: StrategySpec
+    strategy: Strategy
     sampling: Sampling = Sampling()
+    question: tuple[int, int] = (0, 0)
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,18 +60,35 @@ class EncodeRequest:
 
 
 @dataclass(slots=True)
+class Work:
+    """What passes through the model did, summed over layers: rows, and query-key pairs that attention visited.
+
+    kv_rows: rows of which a layer computed K and V only.
+    """
+
+    rows: int = 0
+    kv_rows: int = 0
+    pairs: int = 0
+
+
+@dataclass(slots=True)
 class Usage:
-    """What a prefill used. `recomputed_tokens`: context rows that entered layer 0 in Stage II."""
+    """What a prefill used.
+
+    recomputed_tokens: context tokens whose KV was computed anew (those that entered layer 0 in Stage II).
+    bytes_copied: of chunk KV into the slots. fallback_reason: why another strategy than the named one answered.
+    """
 
     prompt_tokens: int = 0
     context_tokens: int = 0
     recomputed_tokens: int = 0
     hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("memory", "disk", "redis", "computed"), 0))
     bytes_loaded: int = 0
-    rows: int = 0
-    attention_pairs: int = 0
+    bytes_copied: int = 0
+    work: Work = field(default_factory=Work)
     strategy: str = ""
     ratio: float = 0.0
+    fallback_reason: str | None = None
     faults: list[str] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""KV that outlives a request: the system prefix, kept exactly, and chunks, each computed in isolation behind it."""
+"""KV that outlives a request: prefixes of prompts, kept exactly, and chunks, each computed in isolation."""
 
 from __future__ import annotations
 
@@ -9,33 +9,73 @@ import torch
 from torch import Tensor
 
 from cache_store.base import Chunk, ChunkKV
-from engine.model import Model, Step, token_tensor
+from engine.forward import ForwardPass
+from engine.model import Model, token_tensor
 from engine.slots import Slots
+from errors import NumericalFault
 
-_PREFIXES = 4  # a service has one; evaluations switch between a few
+_SYSTEM_PREFIXES = 4  # a service has one; evaluations switch between a few
 
 
 class PrefixCache:
-    """KV of the last few system prefixes, at their true positions 0..len-1."""
+    """KV at its true positions 0..len-1, exact: the last few system prefixes, and prompts up to `max_bytes`.
 
-    def __init__(self, model: Model) -> None:
+    Only the strategy `prefix` keeps whole prompts; the system prefix serves every strategy.
+    """
+
+    def __init__(self, model: Model, max_bytes: int = 512 << 20) -> None:
         self._model = model
-        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._system: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
 
     def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[None, None, None]:
         """Fills slots 0..len(prefix)-1; computes the prefix's KV when it is not kept."""
         if not prefix:
             return
-        kept = self._kept.get(prefix)
+        kept = self._system.get(prefix)
         if kept is None:
             own = self._model.new_slots(len(prefix))
-            rows = self._model.rows(torch.arange(len(prefix)))
-            yield from self._model.forward(token_tensor(prefix), Step(rows, own, kv_only=True))
-            kept = self._kept[prefix] = own.data
-            if len(self._kept) > _PREFIXES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(prefix)
+            run = ForwardPass(self._model, token_tensor(prefix), torch.arange(len(prefix)), own)
+            yield from run.run(self._model.layout.layers - 1)
+            run.write_kv()
+            kept = self._system[prefix] = own.data
+            if len(self._system) > _SYSTEM_PREFIXES:
+                self._system.popitem(last=False)
+        self._system.move_to_end(prefix)
         slots.data[:, :, :, : len(prefix)] = kept
+
+    def copy_longest(self, ids: tuple[int, ...], slots: Slots) -> int:
+        """Fills the slots of the longest beginning that `ids` share with a kept prompt; returns its length.
+
+        At least the last token is left to be computed.
+        """
+        best, length = None, 0
+        for prompt in self._prompts:
+            shared = _shared_length(prompt, ids)
+            if shared > length:
+                best, length = prompt, shared
+        if best is None:
+            return 0
+        length = min(length, len(ids) - 1)
+        self._prompts.move_to_end(best)
+        slots.data[:, :, :, :length] = self._prompts[best][:, :, :, :length]
+        return length
+
+    def keep(self, ids: tuple[int, ...], slots: Slots) -> None:
+        """Keeps a prompt whose KV in `slots` is exact, and forgets the least recently used beyond the budget."""
+        data = slots.data[:, :, :, : len(ids)].clone()
+        self._prompts.pop(ids, None)
+        self._prompts[ids] = data
+        held = sum(kept.nbytes for kept in self._prompts.values())
+        while held > self._max_bytes:
+            held -= self._prompts.popitem(last=False)[1].nbytes
+
+
+def _shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    count = min(len(one), len(other))
+    differing = (token_tensor(one[:count]) != token_tensor(other[:count])).nonzero()
+    return int(differing[0]) if len(differing) else count
 
 
 def encode_chunk(
@@ -43,17 +83,20 @@ def encode_chunk(
 ) -> Generator[None, None, ChunkKV]:
     """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32.
 
-    Yields between layers.
+    Yields between layers. Raises NumericalFault when the model overflows on the chunk.
     """
     start, stop = len(prefix), len(prefix) + len(chunk.token_ids)
     slots = model.new_slots(stop)
     yield from prefixes.copy_into(prefix, slots)
     positions = torch.arange(start, stop)
-    step = Step(model.rows(positions), slots, kv_only=True)
-    yield from model.forward(token_tensor(chunk.token_ids), step)
+    run = ForwardPass(model, token_tensor(chunk.token_ids), positions, slots)
+    yield from run.run(model.layout.layers - 1)
+    run.write_kv()
     turn_back = model.rotation(-positions)
     layers = []
     for layer in range(model.layout.layers):
         k, v = (part[0, :, start:stop] for part in slots.read(layer))
-        layers.append(torch.stack((turn_back(k).to(model.dtype), v)).cpu())
+        layers.append(torch.stack((turn_back(k, layer).to(model.dtype), v)).cpu())
+    if not all(bool(torch.isfinite(layer).all()) for layer in layers):
+        raise NumericalFault("the model gives NaN or infinite keys or values for a chunk of the context")
     return ChunkKV(tuple(layers))

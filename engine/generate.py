@@ -10,9 +10,11 @@ from torch import Tensor
 from cache_store.base import KVSource
 from engine.base import Encoded, EncodeRequest, Event, Finished, GenerateRequest, Prefilled, Sampling, Token
 from engine.encode import PrefixCache
-from engine.model import Model, Step, token_tensor
+from engine.forward import ForwardPass
+from engine.model import Model, token_tensor
 from engine.prefill import Prefill
-from engine.strategies import STRATEGIES
+from engine.strategies.full import Full
+from errors import NumericalFault
 
 EventSteps = Generator[Event | None, None, None]
 
@@ -38,9 +40,19 @@ class Throughput:
 def generate(
     model: Model, source: KVSource, prefixes: PrefixCache, throughput: Throughput, request: GenerateRequest
 ) -> EventSteps:
-    """Yields None between layers and chunks, `Prefilled` before the first token, then `Token`s and `Finished`."""
+    """Yields None between layers and chunks, `Prefilled` before the first token, then `Token`s and `Finished`.
+
+    Raises NumericalFault when the model gives no finite logits. When a strategy that reuses KV gives none, the request
+    is answered by a full prefill and says so.
+    """
     prefill = Prefill(model, source, prefixes, request)
-    logits = yield from STRATEGIES[request.strategy.name](prefill)
+    try:
+        logits = _finite((yield from request.strategy.prefill(prefill)))
+    except NumericalFault as fault:
+        if not request.strategy.reuses:
+            raise
+        prefill.fall_back(str(fault))
+        logits = _finite((yield from Full().prefill(prefill)))
     yield _prefilled(model, throughput, prefill)
     sampler = Sampler(request.sampling)
     position = len(prefill.layout)
@@ -51,9 +63,16 @@ def generate(
             return
         yield Token(token)
         if index + 1 < request.sampling.max_tokens:
-            step = Step(model.rows(torch.tensor([position + index])), prefill.slots)
-            logits = yield from model.forward(token_tensor([token]), step)
+            run = ForwardPass(model, token_tensor([token]), torch.tensor([position + index]), prefill.slots)
+            logits = _finite((yield from run.finish()))
     yield Finished("length")
+
+
+def _finite(logits: Tensor) -> Tensor:
+    # One sum instead of a mask of the vocabulary's size: NaN and infinity survive it.
+    if not bool(torch.isfinite(logits.sum())):
+        raise NumericalFault("the model gives NaN or infinite logits")
+    return logits
 
 
 def encode(source: KVSource, request: EncodeRequest) -> EventSteps:
@@ -64,11 +83,10 @@ def encode(source: KVSource, request: EncodeRequest) -> EventSteps:
 
 
 def _prefilled(model: Model, throughput: Throughput, prefill: Prefill) -> Prefilled:
-    usage, prompt = prefill.usage, len(prefill.layout)
     spent = prefill.timings.get("stage1", 0.0) + prefill.timings.get("stage2", 0.0)
-    throughput.observe(model.flops(usage.rows, usage.attention_pairs), spent)
-    predicted = throughput.predict_ms(model.flops(prompt, prompt * (prompt + 1) // 2))
-    return Prefilled(usage, dict(prefill.timings), predicted)
+    throughput.observe(model.flops(prefill.usage.work), spent)
+    predicted = throughput.predict_ms(model.flops(model.full_work(len(prefill.layout))))
+    return Prefilled(prefill.usage, dict(prefill.timings), predicted)
 
 
 class Sampler:

@@ -1,19 +1,16 @@
-"""The only module that touches transformers: loading, the layer loop, the attention hook, RoPE.
+"""The only module that touches transformers: loading, families, RoPE, the tokenizer.
 
-transformers gives the decoder layers; the loop over them is ours, so rows may shrink between layers, a layer's K
-and V can be had without its attention and MLP, and the caller gets control between layers. Two seams carry it: a
-`Step` passes as the layer's cache (it scatters K and V into the request's slots), and one registered attention
-function computes from there.
+The weights' own layers run one at a time (see forward.py); what differs between families is settled here: the kinds
+of layers and their angles, soft caps, and which configurations are proven.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,74 +19,31 @@ import transformers
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from cache_store.base import KVLayout
 from cache_store.keys import digest_fields
-from engine.attention import QueryRows, add_column_sums, attend
+from engine.attention import QueryRows
+from engine.base import Work
+from engine.forward import Angles, Step, attention
 from engine.slots import Slots
 from errors import UnsupportedModel
 
 # Families and RoPE types for which the controls in tests/engine hold.
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Signs in a configuration that say why its family is far from proven.
+_UNPROVEN = {
+    "is_encoder_decoder": " (encoder-decoder)",
+    "kv_lora_rank": " (multi-head latent attention)",
+    "linear_num_key_heads": " (hybrid with linear attention)",
+    "mamba_d_state": " (hybrid with state space layers)",
+    "state_size": " (state space model)",
+}
 ATTENTION = "split-lse-1"  # names the attention implementation in fingerprints; change it when its numbers change
 
 
-class _Enough(Exception):
-    """Leaves a layer early, when what the pass wants of it is there."""
-
-
-@dataclass(slots=True)
-class Scores:
-    """Stage I's accumulator: softmax weights that each context key receives, summed over heads, rows and layers."""
-
-    sums: Tensor  # fp32 [keys]; keys 0..len-1 must be visible to every scoring row
-    rows: slice  # the rows of the pass that score
-
-
-@dataclass(slots=True)
-class Step:
-    """One pass of rows through the layers. transformers calls `update` as it would a cache's."""
-
-    rows: QueryRows
-    slots: Slots
-    scores: Scores | None = None
-    kv_only: bool = False
-    attention_only: bool = False
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatters the rows' K (after RoPE) and V into the slots; returns the layer's slots to attend over."""
-        self.slots.write(layer_idx, self.rows, key, value)
-        if self.kv_only:
-            raise _Enough
-        return self.slots.read(layer_idx)
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    step: Step,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention function:
-
-    query [1, heads, rows, head_dim] over all slots. Returns [1, rows, heads, head_dim].
-    """
-    out, lse = attend(query, key, value, step.rows, scaling)
-    if step.scores is not None:
-        rows = step.scores.rows
-        add_column_sums(query[:, :, rows], key, lse[:, :, rows], scaling, step.scores.sums)
-    if step.attention_only:
-        raise _Enough
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register("prophetkv", _attention)
+AttentionInterface.register("prophetkv", attention)
 
 
 class Model:
@@ -113,9 +67,14 @@ class Model:
         self.eos_ids = _eos_ids(module)
         self._module = module
         self._decoder = module.model
-        self._head = module.lm_head
-        self._inv_freq: Tensor = module.model.rotary_emb.inv_freq.float()
-        self.layer_params: int = sum(p.numel() for p in self._decoder.layers.parameters())
+        self._layers = list(module.model.layers)
+        self._kinds = [getattr(layer.self_attn, "layer_type", None) or "" for layer in self._layers]
+        # Gemma 3 turns its two kinds of layers by different angles; elsewhere one set of frequencies serves all.
+        self._angles_by_kind = isinstance(module.model.rotary_emb, Gemma3RotaryEmbedding)
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._inv_freq = {kind: self._frequencies(kind) for kind in set(self._kinds)}
+        self.layer_params: int = sum(p.numel() for p in self._layers[0].parameters())
+        self.kv_params: int = 2 * self.layout.kv_heads * head_dim * config.hidden_size
 
     @classmethod
     def load(cls, folder: Path, device: str = "auto", dtype: str = "auto") -> Model:
@@ -141,38 +100,34 @@ class Model:
 
     def rows(self, positions: Tensor) -> QueryRows:
         """The rows at `positions` (int64 on the CPU, strictly increasing), prepared for `forward`."""
-        return QueryRows.of(positions, self.device, self.dtype)
+        return QueryRows(positions, self.device, self.dtype)
 
-    def forward(self, ids: Tensor, step: Step) -> Generator[None, None, Tensor]:
-        """Runs the rows of `step` with token `ids` (int64 [rows]) through all layers; yields between layers.
+    def embed(self, ids: Tensor, rows: QueryRows) -> tuple[Tensor, Angles]:
+        """Hidden states [1, rows, hidden] of the tokens `ids` (int64 [rows]), and each kind of layer's cos and sin."""
+        hidden = self._decoder.embed_tokens(ids.to(self.device)[None])
+        positions, rotary = rows.positions[None], self._decoder.rotary_emb
+        if self._angles_by_kind:
+            return hidden, {kind: rotary(hidden, positions, kind) for kind in self._inv_freq}
+        return hidden, dict.fromkeys(self._inv_freq, rotary(hidden, positions))
 
-        Returns the last row's logits, fp32 [vocab]. In the last layer every row leaves its K and V, but only the
-        last row goes on. With `step.kv_only` or `step.attention_only` set the last layer ends there, and the result
-        is empty.
-        """
-        hidden, angles = self._enter(ids, step.rows)
-        *layers, last = self._decoder.layers
-        inner = Step(step.rows, step.slots, step.scores)
-        for layer in layers:
-            hidden = layer(hidden, position_embeddings=angles, cache=inner, step=inner)
-            yield
-        if step.kv_only or step.attention_only:
-            self._leave_early(last, hidden, angles, step)
-            return torch.empty(0, device=self.device)
-        if len(step.rows) > 1:
-            self._leave_early(last, hidden, angles, Step(step.rows, step.slots, kv_only=True))
-            step = Step(self.rows(step.rows.positions[-1:].cpu()), step.slots)
-            hidden, angles = hidden[:, -1:], (angles[0][:, -1:], angles[1][:, -1:])
-        hidden = last(hidden, position_embeddings=angles, cache=step, step=step)
-        logits: Tensor = self._head(self._decoder.norm(hidden))[0, -1].float()
-        return logits
+    def run_layer(self, layer: int, hidden: Tensor, angles: Angles, step: Step) -> Tensor:
+        """One decoder layer over some rows' hidden states [1, rows, hidden]."""
+        kind = self._kinds[layer]
+        out: Tensor = self._layers[layer](hidden, position_embeddings=angles[kind], cache=step, step=step)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [vocab] of one row's hidden state [hidden] behind the last layer."""
+        logits: Tensor = self._module.lm_head(self._decoder.norm(hidden)).float()
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def plain_logits(self, ids: Tensor) -> Tensor:
         """The transformers model itself under SDPA: what `full` must equal and not trail.
 
         ids: int64 [tokens] or [batch, tokens]; returns the last row's logits, fp32 [vocab] or [batch, vocab].
         """
-        self._module.set_attn_implementation("sdpa")
+        # Gemma 2 caps its attention logits, which SDPA cannot.
+        self._module.set_attn_implementation("sdpa" if self._module._supports_sdpa else "eager")
         try:
             batch = ids.to(self.device).view(-1, ids.shape[-1])
             logits: Tensor = self._module(batch, use_cache=False, logits_to_keep=1).logits[:, -1].float()
@@ -180,51 +135,60 @@ class Model:
             self._module.set_attn_implementation("prophetkv")
         return logits.view(*ids.shape[:-1], -1)
 
-    def rotation(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that turns keys [..., tokens, head_dim] by the angles of `positions` (int64 [tokens]), in fp32.
+    def rotation(self, positions: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """A function that turns a layer's keys [..., tokens, head_dim] by the angles of `positions` (int64 [tokens]).
 
-        Negative positions turn back. The raw inverse frequencies turn without scaling: the magnitude that YaRN puts
-        on K stays in it, unchanged.
+        In fp32. Negative positions turn back. The raw inverse frequencies turn without scaling: the magnitude that
+        YaRN puts on K stays in it, unchanged.
         """
-        angle = positions[:, None].to(self.device).float() * self._inv_freq
-        cos, sin = torch.cos(angle), torch.sin(angle)
-        half = angle.shape[1]
+        at = positions[:, None].to(self.device).float()
+        turns = {kind: (torch.cos(at * freq), torch.sin(at * freq)) for kind, freq in self._inv_freq.items()}
 
-        def rotate(keys: Tensor) -> Tensor:
+        def rotate(keys: Tensor, layer: int) -> Tensor:
+            cos, sin = turns[self._kinds[layer]]
+            half = cos.shape[1]
             low, high, rest = torch.split(keys.float(), [half, half, keys.shape[-1] - 2 * half], dim=-1)
             return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
         return rotate
 
-    def flops(self, rows: int, pairs: int) -> int:
-        """Floating point operations of a pass through the layers: linear part and attention."""
-        linear, attention = 2 * self.layer_params, 4 * self.layout.layers * self.heads * self.layout.head_dim
-        return linear * rows + attention * pairs
+    def flops(self, work: Work) -> int:
+        """Floating point operations of passes through the layers: linear part and attention."""
+        linear = self.layer_params * work.rows + self.kv_params * work.kv_rows
+        return 2 * linear + 4 * self.heads * self.layout.head_dim * work.pairs
 
-    def _enter(self, ids: Tensor, rows: QueryRows) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        hidden = self._decoder.embed_tokens(ids.to(self.device)[None])
-        return hidden, self._decoder.rotary_emb(hidden, rows.positions[None])
+    def full_work(self, prompt: int) -> Work:
+        """What a full prefill of `prompt` tokens does."""
+        layers, pairs = self.layout.layers, prompt * (prompt + 1) // 2
+        return Work((layers - 1) * prompt + 1, prompt, (layers - 1) * pairs + prompt)
 
-    @staticmethod
-    def _leave_early(layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], step: Step) -> None:
-        try:
-            layer(hidden, position_embeddings=angles, cache=step, step=step)
-        except _Enough:
-            return
-        raise AssertionError("the layer did not ask its cache or the attention function")
+    def _frequencies(self, kind: str) -> Tensor:
+        rotary = self._decoder.rotary_emb
+        found: Tensor = getattr(rotary, f"{kind}_inv_freq") if self._angles_by_kind else rotary.inv_freq
+        return found.float()
 
 
 def check_supported(config: Any) -> None:
-    """Raises UnsupportedModel unless reuse is proven for the configuration."""
+    """Raises UnsupportedModel, naming the reason, unless reuse is proven for the configuration."""
     family = getattr(config, "model_type", "?")
     if family not in FAMILIES:
-        raise UnsupportedModel(f"model family {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModel(f"RoPE type {rope!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise UnsupportedModel(f"layers of type {sorted(kinds - {'full_attention'})} are not supported")
+        kind = next((kind for sign, kind in _UNPROVEN.items() if getattr(config, sign, None)), "")
+        raise UnsupportedModel(f"model family {family!r}{kind} is not supported; supported are {', '.join(FAMILIES)}")
+    for rope in _rope_types(config):
+        if rope not in ROPE_TYPES:
+            raise UnsupportedModel(f"RoPE type {rope!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModel("bidirectional attention is not supported")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all kinds of layers. Gemma 3 states its parameters by kind."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in stated.values() if isinstance(value, dict)] or [stated]
+    return {kind.get("rope_type", "default") for kind in kinds}
 
 
 def resolve_device(device: str) -> torch.device:

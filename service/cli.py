@@ -78,7 +78,9 @@ def ingest(
 def ask(
     question: str,
     collection: str = "default",
-    strategy: Annotated[str | None, typer.Option(help="full, naive or prophetkv")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="full, prefix, naive, epic, cacheblend, kvshare, prophetkv or random")
+    ] = None,
     ratio: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     url: Url = _DEFAULT_URL,

@@ -25,7 +25,7 @@ from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
-from engine.base import GenerateRequest, Part, Sampling, StrategySpec
+from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.model import Model
 from engine.prefill import Prefill
@@ -99,11 +99,13 @@ def _identities(model: Model) -> Iterator[Finding]:
     parts = tuple(Part(draw(3), chunk) for chunk in chunks)
 
     def prefill(name: str, ratio: float) -> Prefill:
-        request = GenerateRequest("doctor", prefix, parts, suffix, StrategySpec(name, ratio), Sampling(max_tokens=1))
+        strategy = STRATEGIES[name](ratio=ratio)
+        request = GenerateRequest("doctor", prefix, parts, suffix, strategy, Sampling(max_tokens=1))
         return Prefill(model, source, prefixes, request)
 
     def logits(name: str, ratio: float) -> Tensor:
-        return run_steps(STRATEGIES[name](prefill(name, ratio)))
+        started = prefill(name, ratio)
+        return run_steps(started.request.strategy.prefill(started))
 
     try:
         full, naive = logits("full", 1.0), logits("naive", 0.0)
@@ -148,14 +150,14 @@ def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
 def _prefill_rate(model: Model) -> float:
     """Tokens per second of a full prefill."""
     ids = tuple(torch.randint(0, model.vocab_size, (_BENCH_TOKENS,)).tolist())
-    request = GenerateRequest("doctor", (), (), ids, StrategySpec("full"), Sampling(max_tokens=1))
+    request = GenerateRequest("doctor", (), (), ids, STRATEGIES["full"](), Sampling(max_tokens=1))
     prefixes = PrefixCache(model)
     store = TieredStore([MemoryStore(0)])
     source = ChunkSource(store, partial(encode_chunk, model, prefixes, ()))
     best = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        run_steps(STRATEGIES["full"](Prefill(model, source, prefixes, request)))
+        run_steps(request.strategy.prefill(Prefill(model, source, prefixes, request)))
         best = max(best, _BENCH_TOKENS / (time.perf_counter() - start))
     store.close()
     return best

@@ -12,8 +12,8 @@ from typing import Any
 
 from cache_store.base import Chunk
 from cache_store.keys import chunk_key, tokens_digest
-from engine.base import EngineClient, Finished, GenerateRequest, Part, Prefilled, Sampling, StrategySpec, Token
-from engine.strategies import check_strategy
+from engine.base import EngineClient, Finished, GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.strategies import SERVED, Strategy, make_strategy
 from errors import Cancelled, NotReady, PromptTooLong
 from retriever.chunking import chunk_document
 from retriever.documents import ParsedDocument
@@ -52,15 +52,17 @@ class Pipeline:
         prompt: PromptTemplate,
         space: str,
         window: int,
+        layers: int,
         metrics: Metrics,
     ) -> None:
-        """`space`: the KV key space. `window`: positions the model has."""
+        """`space`: the KV key space. `window` and `layers`: positions and layers the model has."""
         self._settings = settings
         self._retriever = retriever
         self._engine = engine
         self._prompt = prompt
         self._space = space
         self._window = min(window, settings.max_context_tokens)
+        self._layers = layers
         self._metrics = metrics
         self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
         self.draining = False
@@ -89,7 +91,7 @@ class Pipeline:
             outcome = "cancelled"
             raise
         finally:
-            self._metrics.requests.labels(self._strategy(body).name, outcome).inc()
+            self._metrics.requests.labels(self._label(body), outcome).inc()
             del self.active[request_id]
             ended.set()
 
@@ -107,9 +109,8 @@ class Pipeline:
         self, request_id: str, body: QueryBody, indexing: int, started: float
     ) -> AsyncGenerator[AnswerEvent]:
         strategy = self._strategy(body)
-        check_strategy(strategy)
         max_tokens = body.max_tokens or self._settings.max_tokens
-        suffix = self._prompt.suffix(body.question)
+        suffix, question = self._prompt.suffix(body.question)
         room = self._window - len(self._prompt.prefix) - len(suffix) - max_tokens
         if room < 0:
             raise PromptTooLong(
@@ -126,6 +127,7 @@ class Pipeline:
             suffix,
             strategy,
             Sampling(max_tokens, body.temperature, body.top_p, body.seed),
+            question,
         )
         async with aclosing(self._engine.submit(request)) as events:
             shown = [{"index": number, **source.shown} for number, source in enumerate(sources, start=1)]
@@ -154,10 +156,15 @@ class Pipeline:
             "done", self._done(prefilled, count, reason, dropped, indexing, retrieve_ms, first_token_ms, started)
         )
 
-    def _strategy(self, body: QueryBody) -> StrategySpec:
-        told = body.strategy
-        ratio = told.ratio if told is not None and told.ratio is not None else self._settings.ratio
-        return StrategySpec(told.name if told is not None else self._settings.strategy, ratio)
+    def _strategy(self, body: QueryBody) -> Strategy:
+        """Raises UnknownStrategy or InvalidInput."""
+        options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **(body.strategy or {})}
+        return make_strategy(options.pop("name"), options, self._layers)
+
+    def _label(self, body: QueryBody) -> str:
+        """The strategy's name as a metric label, whose values must be few."""
+        name = (body.strategy or {}).get("name", self._settings.strategy)
+        return name if name in SERVED else "unknown"
 
     async def _sources(self, body: QueryBody, room: int) -> tuple[list[Source], int]:
         """What the prompt holds, number 1 first, and how many retrieved chunks did not fit."""
@@ -217,6 +224,8 @@ class Pipeline:
     ) -> dict[str, Any]:
         usage = prefilled.usage
         degraded = list(usage.faults)
+        if usage.fallback_reason:
+            degraded.append(f"fallback: {usage.fallback_reason}")
         if indexing:
             degraded.append(f"indexing: {indexing} documents are not searchable yet")
         names = ("queue", "load", "assemble", "stage1", "select", "stage2")
@@ -234,7 +243,7 @@ class Pipeline:
                 "bytes_loaded": usage.bytes_loaded,
                 "strategy": usage.strategy,
                 "ratio": usage.ratio,
-                "fallback_reason": None,
+                "fallback_reason": usage.fallback_reason,
                 "dropped_chunks": dropped,
                 "degraded": degraded,
                 "predicted_full_prefill_ms": round(prefilled.predicted_full_prefill_ms, 1),

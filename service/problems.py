@@ -19,6 +19,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.UnsupportedContentType: (415, "unsupported_content_type"),
     errors.MalformedBody: (400, "malformed_body"),
     errors.BodyTooLarge: (413, "body_too_large"),
+    errors.NumericalFault: (500, "numerical_fault"),
     errors.QueueFull: (429, "queue_full"),
     errors.NotReady: (503, "not_ready"),
 }

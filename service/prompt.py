@@ -41,9 +41,12 @@ class PromptTemplate:
         """Separator and label before the text of source `number`."""
         return self._plain(f"\n\n[{number}]\n")
 
-    def suffix(self, question: str) -> tuple[int, ...]:
-        """The question and the chat tail that opens the answer."""
-        return (*self._plain(f"\n\nQuestion: {question}"), *self._special(self._tail))
+    def suffix(self, question: str) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """The question and the chat tail that opens the answer, and where in them the question's own tokens stand."""
+        label, asked = "\n\nQuestion: ", f"\n\nQuestion: {question}"
+        ids, offsets = encode_text(self._tokenizer, asked)
+        start = next((i for i, (_, end) in enumerate(offsets) if end > len(label)), len(ids))
+        return (*ids, *self._special(self._tail)), (start, len(ids))
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and character offsets of a document's text."""

@@ -17,13 +17,13 @@ from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
-from engine.base import EncodeRequest, Request, StrategySpec
+from engine.base import EncodeRequest, Request
 from engine.encode import PrefixCache, encode_chunk
 from engine.engine import Engine
 from engine.generate import EventSteps, Throughput, encode, generate
 from engine.model import Model, tokenizer_digest
-from engine.strategies import check_strategy
-from errors import BadRequest, ConfigError, NotReady
+from engine.strategies import SERVED
+from errors import ConfigError, NotReady
 from retriever.catalogue import Catalogue
 from retriever.database import Database
 from retriever.embedding import Embedder
@@ -109,10 +109,8 @@ class Runtime:
 
     def _load(self) -> None:
         settings = self.settings
-        try:
-            check_strategy(StrategySpec(settings.strategy, settings.ratio))
-        except BadRequest as error:
-            raise ConfigError(f"PROPHETKV_STRATEGY: {error}") from error
+        if settings.strategy not in SERVED:
+            raise ConfigError(f"PROPHETKV_STRATEGY is {settings.strategy!r}; there are {', '.join(SERVED)}")
         if settings.threads:
             torch.set_num_threads(settings.threads)
         settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -140,7 +138,8 @@ class Runtime:
         self.store = TieredStore(_tiers(settings, self.model))
         self.engine = Engine(_steps(self.model, self.store, prompt.prefix), settings.max_waiting, settings.max_running)
         self.metrics.watch(self.store.tiers, self.engine.stats)
-        self.pipeline = Pipeline(settings, self.retriever, self.engine, prompt, space, self.model.window, self.metrics)
+        window, layers = self.model.window, self.model.layout.layers
+        self.pipeline = Pipeline(settings, self.retriever, self.engine, prompt, space, window, layers, self.metrics)
         self.ingestor = Ingestor(
             self.catalogue,
             self.jobs,

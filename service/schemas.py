@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
+
+from engine.strategies import SERVED
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
@@ -13,13 +15,14 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=20_000_000)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
-class StrategyBody(BaseModel):
-    """How the context's KV is had; see GET /docs for the names."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(max_length=64)
-    ratio: float | None = Field(None, ge=0.0, le=1.0, description="share of context tokens to recompute")
+def _strategy_schema() -> dict[str, Any]:
+    """JSON schema of the field `strategy`: one object a strategy, with its options."""
+    kinds = []
+    for name, kind in SERVED.items():
+        schema = kind.model_json_schema()
+        schema["properties"] = {"name": {"const": name}, **schema["properties"]}
+        kinds.append(schema | {"required": ["name"]})
+    return {"anyOf": [*kinds, {"type": "null"}]}
 
 
 class QueryBody(BaseModel):
@@ -34,7 +37,8 @@ class QueryBody(BaseModel):
     contexts: list[Text] | None = Field(
         None, min_length=1, max_length=1000, description="bypass retrieval with these texts"
     )
-    strategy: StrategyBody | None = None
+    # Checked by the strategy itself, which knows its options and the model.
+    strategy: Annotated[dict[str, Any] | None, WithJsonSchema(_strategy_schema())] = None
     max_tokens: int | None = Field(None, ge=1, le=32768)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -47,6 +51,13 @@ class QueryBody(BaseModel):
     def _not_blank(cls, value: str) -> str:
         if not value.strip():
             raise ValueError("the question is empty")
+        return value
+
+    @field_validator("strategy")
+    @classmethod
+    def _named(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and not (isinstance(value.get("name"), str) and len(value["name"]) <= 64):
+            raise ValueError("strategy.name must be a string of at most 64 characters")
         return value
 
     @field_validator("stop", mode="before")

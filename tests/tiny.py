@@ -13,14 +13,18 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
-from engine.base import GenerateRequest, Part, Sampling, StrategySpec
+from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.model import Model
 from engine.prefill import Prefill
@@ -52,13 +56,24 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 256.0, "original_max_position_embeddings": 64}
 
+# A window that the prompts exceed, on every second layer where the family mixes kinds.
+_SLIDING: dict[str, Any] = {"sliding_window": 48}
+_MIXED = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
 FAMILIES: dict[str, PretrainedConfig] = {
+    "gemma2": Gemma2Config(**_SHAPE, **_MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**_SHAPE, **_MIXED, query_pre_attn_scalar=16),
     "llama": LlamaConfig(**_SHAPE),
     "llama-llama3": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
     "llama-yarn": LlamaConfig(**_SHAPE, rope_parameters=_YARN),
+    "mistral": MistralConfig(**_SHAPE, sliding_window=None),
+    "mistral-sliding": MistralConfig(**_SHAPE, **_SLIDING),
+    "phi3": Phi3Config(**{**_SHAPE, "pad_token_id": 0}, rope_parameters=_PARTIAL),
     "qwen2": Qwen2Config(**_SHAPE),
+    "qwen2-sliding": Qwen2Config(**_SHAPE, **_MIXED, use_sliding_window=True),
     "qwen3": Qwen3Config(**_SHAPE),
 }
 
@@ -134,13 +149,23 @@ class Bench:
             return LoadedChunk(self.encoded[chunk.key], "computed")
         return LoadedChunk(self.encoded[chunk.key], "memory")
 
-    def request(self, strategy: str, ratio: float = 0.2, **sampling: Any) -> GenerateRequest:
+    def request(self, strategy: str, ratio: float = 0.2, max_tokens: int = 16, **options: Any) -> GenerateRequest:
         return GenerateRequest(
-            "test", self.prefix, self.parts, self.suffix, StrategySpec(strategy, ratio), Sampling(**sampling)
+            "test",
+            self.prefix,
+            self.parts,
+            self.suffix,
+            STRATEGIES[strategy](ratio=ratio, **options),
+            Sampling(max_tokens),
+            question=(2, 6),
         )
 
-    def prefill(self, strategy: str = "full", ratio: float = 0.2, max_tokens: int = 16) -> Prefill:
-        return Prefill(self.model, self, self.prefixes, self.request(strategy, ratio, max_tokens=max_tokens))
+    def prefill(self, strategy: str = "full", ratio: float = 0.2, **options: Any) -> Prefill:
+        return Prefill(self.model, self, self.prefixes, self.request(strategy, ratio, **options))
 
-    def logits(self, strategy: str, ratio: float = 0.2) -> Tensor:
-        return run(STRATEGIES[strategy](self.prefill(strategy, ratio)))
+    def logits(self, strategy: str, ratio: float = 0.2, **options: Any) -> Tensor:
+        return self.run(self.prefill(strategy, ratio, **options))
+
+    @staticmethod
+    def run(prefill: Prefill) -> Tensor:
+        return run(prefill.request.strategy.prefill(prefill))

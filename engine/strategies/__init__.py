@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from engine.base import StrategySpec
-from engine.prefill import Prefill, Steps
-from engine.strategies.full import full
-from engine.strategies.naive import naive
-from engine.strategies.prophetkv import prophetkv
+from pydantic import ValidationError
+
+from engine.strategies.base import Strategy
+from engine.strategies.cacheblend import CacheBlend
+from engine.strategies.epic import Epic
+from engine.strategies.full import Full
+from engine.strategies.kvshare import KVShare
+from engine.strategies.naive import Naive
+from engine.strategies.oracle import Oracle
+from engine.strategies.prefix import Prefix
+from engine.strategies.prophetkv import ProphetKV
+from engine.strategies.random import Random
 from errors import InvalidInput, UnknownStrategy
 
-
-class Strategy(Protocol):
-    """Fills the slots of all prompt positions and returns the last row's logits, fp32 [vocab]."""
-
-    def __call__(self, prefill: Prefill) -> Steps:
-        """Yields wherever the engine may take over or abort."""
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "full": full,
-    "naive": naive,
-    "prophetkv": prophetkv,
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Full, Prefix, Naive, Epic, CacheBlend, KVShare, ProphetKV, Random, Oracle)
 }
+SERVED = {name: kind for name, kind in STRATEGIES.items() if kind.served}
+
+__all__ = ["SERVED", "STRATEGIES", "Strategy", "make_strategy"]
 
 
-def check_strategy(spec: StrategySpec) -> None:
-    """Raises UnknownStrategy, or InvalidInput for a ratio outside 0..1."""
-    if spec.name not in STRATEGIES:
-        raise UnknownStrategy(f"unknown strategy {spec.name!r}; there are {', '.join(STRATEGIES)}")
-    if not 0.0 <= spec.ratio <= 1.0:
-        raise InvalidInput(f"ratio is {spec.ratio}; it must lie between 0 and 1", field="strategy.ratio")
+def make_strategy(name: str, options: Mapping[str, Any], layers: int) -> Strategy:
+    """A strategy that a request asks for, checked against a model of `layers` layers.
+
+    Raises UnknownStrategy, or InvalidInput that names the option.
+    """
+    if name not in SERVED:
+        raise UnknownStrategy(f"unknown strategy {name!r}; there are {', '.join(SERVED)}")
+    try:
+        strategy = SERVED[name].model_validate(dict(options))
+        strategy.check(layers)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(("strategy", *(str(part) for part in first["loc"])))
+        raise InvalidInput(f"{field}: {first['msg']} (strategy {name!r})", field=field) from error
+    except ValueError as error:
+        raise InvalidInput(str(error), field="strategy") from error
+    return strategy

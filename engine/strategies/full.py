@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from engine.prefill import Prefill, Steps
+from engine.forward import Steps
+from engine.prefill import Prefill
+from engine.strategies.base import Strategy
 
 
-def full(prefill: Prefill) -> Steps:
-    """All prompt rows through all layers, causal SDPA without a mask."""
-    with prefill.timed("stage2"):
-        prefill.usage.recomputed_tokens = len(prefill.layout.context)
+class Full(Strategy):
+    """All prompt rows through all layers, causal SDPA without a mask. `ratio` has no meaning here: it is 1."""
+
+    name: ClassVar[str] = "full"
+    reuses: ClassVar[bool] = False
+
+    def prefill(self, prefill: Prefill) -> Steps:
+        """See Strategy.prefill."""
         prefill.usage.ratio = 1.0
-        return (yield from prefill.forward(torch.arange(len(prefill.layout))))
+        prefill.note_selected(torch.arange(prefill.usage.context_tokens))
+        with prefill.timed("stage2"):
+            return (yield from prefill.start(torch.arange(len(prefill.layout))).finish())

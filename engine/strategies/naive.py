@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from engine.prefill import Prefill, Steps
+from typing import ClassVar
+
+import torch
+
+from engine.forward import Steps
+from engine.prefill import Prefill
+from engine.strategies.base import Strategy
 
 
-def naive(prefill: Prefill) -> Steps:
-    """No context token is recomputed; the question always is, through all layers."""
-    yield from prefill.assemble()
-    prefill.usage.ratio = 0.0
-    with prefill.timed("stage2"):
-        return (yield from prefill.forward(prefill.layout.fresh))
+class Naive(Strategy):
+    """No context token is recomputed; the question always is, through all layers. `ratio` has no meaning: it is 0."""
+
+    name: ClassVar[str] = "naive"
+
+    def prefill(self, prefill: Prefill) -> Steps:
+        """See Strategy.prefill."""
+        prefill.usage.ratio = 0.0
+        yield from prefill.assemble()
+        return (yield from prefill.recompute(torch.arange(0)))

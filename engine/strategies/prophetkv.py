@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor
+from torch.nn import functional
 
-from engine.prefill import Prefill, Steps
+from engine.forward import Steps
+from engine.prefill import Prefill
+from engine.strategies.base import SelectiveStrategy, top_tokens
 
 
-def prophetkv(prefill: Prefill) -> Steps:
+class ProphetKV(SelectiveStrategy):
     """Stage I scores all context tokens, the best `ratio` of them are selected, Stage II recomputes just these."""
-    yield from prefill.assemble()
-    context = prefill.layout.context
-    budget = recompute_budget(prefill.request.strategy.ratio, len(context))
-    selected = context[:0]
-    if 0 < budget < len(context):
+
+    name: ClassVar[str] = "prophetkv"
+
+    score_layers: Literal["all", "first_half"] | list[int] = Field(
+        "all", description="layers whose attention is averaged; Stage I ends with the last of them"
+    )
+    score_rows: Literal["suffix", "question", "last"] = Field(
+        "suffix", description="rows whose attention is summed: all after the context, the question's own, or the last"
+    )
+    smooth: int = Field(
+        1, ge=1, le=255, description="odd width of an average over neighbouring scores within a chunk; 1 is the paper"
+    )
+
+    @field_validator("smooth")
+    @classmethod
+    def _odd(cls, width: int) -> int:
+        if width % 2 == 0:
+            raise ValueError("smooth must be odd: as many neighbours before a token as behind it")
+        return width
+
+    def check(self, layers: int) -> None:
+        """See Strategy.check."""
+        if isinstance(self.score_layers, list) and not (
+            self.score_layers and all(0 <= layer < layers for layer in self.score_layers)
+        ):
+            raise ValueError(f"score_layers must name some of the layers 0 to {layers - 1}")
+
+    def select(self, prefill: Prefill, budget: int) -> Steps:
+        """See SelectiveStrategy.select."""
+        layout = prefill.layout
         with prefill.timed("stage1"):
-            scores = yield from prefill.probe()
+            scores = yield from prefill.probe(self._layers(prefill.model.layout.layers), self._rows(prefill))
         with prefill.timed("select"):
-            selected = context[top_tokens(scores.cpu(), budget)]
-    elif budget:
-        selected = context  # nothing to choose: scoring would only cost time
-    prefill.usage.recomputed_tokens = len(selected)
-    with prefill.timed("stage2"):
-        rows = torch.cat((selected, prefill.layout.fresh)).sort().values
-        return (yield from prefill.forward(rows))
+            return top_tokens(smoothed(scores.cpu(), layout.chunk_lengths, self.smooth), budget)
+
+    def _layers(self, layers: int) -> list[int]:
+        if isinstance(self.score_layers, list):
+            return sorted(set(self.score_layers))
+        return list(range(layers if self.score_layers == "all" else (layers + 1) // 2))
+
+    def _rows(self, prefill: Prefill) -> Tensor:
+        layout = prefill.layout
+        if self.score_rows == "last":
+            return layout.suffix[-1:]
+        if self.score_rows == "question" and len(layout.question):
+            return layout.question
+        return layout.suffix
 
 
-def recompute_budget(ratio: float, context_tokens: int) -> int:
-    """floor(ratio * context), at least 1 when the ratio is above 0 and there is context."""
-    if ratio <= 0 or not context_tokens:
-        return 0
-    # 0.29 * 100 is 28.999...: what the caller wrote is a decimal number.
-    return max(1, int(ratio * context_tokens + 1e-9))
+def smoothed(scores: Tensor, lengths: list[int], width: int) -> Tensor:
+    """Each score as the mean of the `width` scores around it, as far as they are of the same chunk.
 
-
-def top_tokens(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; equal scores go to the lower index. NaN never wins."""
-    order = torch.sort(scores.nan_to_num(nan=-1.0), descending=True, stable=True).indices
-    return order[:count].sort().values
+    scores: fp32 [sum of lengths].
+    """
+    if width == 1:
+        return scores
+    means = [
+        functional.avg_pool1d(part[None], width, stride=1, padding=width // 2, count_include_pad=False)[0]
+        for part in torch.split(scores, lengths)
+        if len(part)
+    ]
+    return torch.cat(means)

@@ -16,7 +16,10 @@ from cache_store.tiered import TieredStore
 from engine.base import Encoded, EncodeRequest, Event, Finished, GenerateRequest, Prefilled, Request, Token
 from engine.encode import encode_chunk
 from engine.engine import Engine
+from engine.forward import Steps
 from engine.generate import EventSteps, Throughput, encode, generate
+from engine.prefill import Prefill
+from engine.strategies.full import Full
 from errors import Cancelled, NotReady, QueueFull
 from tests.tiny import FAMILIES, Bench, tiny_model
 
@@ -223,8 +226,8 @@ async def test_an_aborted_request_leaves_the_queue_before_it_ran() -> None:
 
 async def test_a_failing_request_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     good = rig.request("good", max_tokens=3)
-    bad = replace(rig.request("bad"), strategy=replace(good.strategy, name="no such strategy"))
-    with pytest.raises(KeyError):
+    bad = replace(rig.request("bad"), strategy=Broken())
+    with pytest.raises(ZeroDivisionError):
         await collect(rig.engine.submit(bad))
     assert len(await collect(rig.engine.submit(good))) == 5
     assert rig.engine.stats().alive
@@ -242,6 +245,12 @@ async def test_a_dead_device_thread_leaves_nobody_waiting(rig: Rig, monkeypatch:
     assert not rig.engine.stats().alive
     with pytest.raises(NotReady):
         rig.engine.submit(rig.request("late"))
+
+
+class Broken(Full):
+    def prefill(self, prefill: Prefill) -> Steps:
+        yield
+        raise ZeroDivisionError
 
 
 class Trap(list[str]):

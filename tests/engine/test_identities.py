@@ -12,15 +12,16 @@ from torch import Tensor
 
 from cache_store.base import Chunk
 from engine.attention import QueryRows, attend
-from engine.base import GenerateRequest, Part, Sampling, StrategySpec, Token
+from engine.base import GenerateRequest, Part, Sampling, Token
 from engine.encode import PrefixCache, encode_chunk
 from engine.generate import Throughput, generate
-from engine.model import Model, Step, token_tensor
+from engine.model import Model, token_tensor
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from tests.tiny import FAMILIES, Bench, draw, plain_module, run, tiny_model
 
 TOLERANCE = 1e-3
+SDPA = {"gemma2": "eager"}  # transformers has no SDPA for capped logits
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -36,8 +37,8 @@ def greedy(bench: Bench, strategy: str, ratio: float, count: int = 12) -> list[i
 def test_full_equals_the_plain_model(family: str) -> None:
     bench = Bench(tiny_model(FAMILIES[family]))
     prefill = bench.prefill("full")
-    found = run(STRATEGIES["full"](prefill))
-    plain = plain_module(FAMILIES[family], "sdpa")
+    found = bench.run(prefill)
+    plain = plain_module(FAMILIES[family], SDPA.get(family, "sdpa"))
     expected = plain(prefill.layout.ids[None]).logits[0, -1]
     assert float(expected.abs().max()) > 5
     assert error(found, expected) < 1e-4
@@ -49,7 +50,7 @@ def test_full_equals_the_plain_model(family: str) -> None:
 def test_greedy_decoding_equals_the_plain_model(family: str) -> None:
     bench = Bench(tiny_model(FAMILIES[family]))
     ids = bench.prefill("full").layout.ids[None]
-    plain = plain_module(FAMILIES[family], "sdpa")
+    plain = plain_module(FAMILIES[family], SDPA.get(family, "sdpa"))
     expected = []
     for _ in range(12):
         token = int(plain(ids).logits[0, -1].argmax())
@@ -81,8 +82,8 @@ def test_one_stale_slot_changes_the_logits(bench: Bench) -> None:
     prefill = bench.prefill("prophetkv", 1.0)
     run(prefill.assemble())
     rows = torch.arange(len(bench.prefix), len(prefill.layout))
-    stale = prefill.layout.chunk_starts[3]
-    found = run(prefill.forward(rows[rows != stale]))
+    stale = prefill.layout.chunk_starts[4]
+    found = run(prefill.start(rows[rows != stale]).finish())
     assert error(found, bench.logits("full")) > 10 * TOLERANCE
 
 
@@ -91,13 +92,13 @@ def test_causality_by_compacted_rows_would_be_wrong(bench: Bench) -> None:
     prefill = bench.prefill("prophetkv", 0.3)
     run(prefill.assemble())
     rows = torch.cat((prefill.layout.context[::3], prefill.layout.fresh)).sort().values
-    right = run(prefill.forward(rows))
-    prepared = bench.model.rows(rows)
-    count = len(rows)
+    right = run(prefill.start(rows).finish())
+    prepared, count = bench.model.rows(rows), len(rows)
     # Bottom-right aligned causal mask: row i of `count` sees the first visible - count + i + 1 slots.
-    wrong = QueryRows.of(torch.arange(prepared.visible - count, prepared.visible), bench.model.device, torch.float32)
-    mistaken = replace(prepared, blocks=wrong.blocks)
-    found = run(bench.model.forward(prefill.layout.ids[rows], Step(mistaken, prefill.slots)))
+    wrong = QueryRows(torch.arange(prepared.visible - count, prepared.visible), bench.model.device, torch.float32)
+    started = prefill.start(rows)
+    started.rows.blocks = wrong.blocks  # type: ignore[method-assign]
+    found = run(started.finish())
     assert error(found, right) > 10 * TOLERANCE
 
 
@@ -109,7 +110,7 @@ def test_a_later_chunk_does_not_leak_into_an_earlier_one(bench: Bench) -> None:
         prefill = bench.prefill("prophetkv", 0.3)
         run(prefill.assemble())
         rows = torch.cat((prefill.layout.context[::2], prefill.layout.fresh)).sort().values
-        run(prefill.forward(rows))
+        run(prefill.start(rows).finish())
         border = prefill.layout.chunk_starts[3]
         return prefill.slots.data[:, :, :, :border], prefill.slots.data[:, :, :, border : len(prefill.layout)]
 
@@ -131,13 +132,15 @@ def test_rotation_equals_direct_encoding(family: str, shift: int) -> None:
     chunk = Chunk("0" * 64, draw(64, 5))
     kept = run(encode_chunk(model, PrefixCache(model), (), chunk))
     positions = torch.arange(shift, shift + 64)
-    plain = plain_module(FAMILIES[family], "sdpa")
+    plain = plain_module(FAMILIES[family], SDPA.get(family, "sdpa"))
     direct = plain(token_tensor(chunk.token_ids)[None], position_ids=positions[None], use_cache=True).cache
     turn = model.rotation(positions)
     for layer, kv in enumerate(kept.layers):
-        assert error(turn(kv[0]), direct.layers[layer].keys[0]) < TOLERANCE
-        assert error(kv[1], direct.layers[layer].values[0]) < TOLERANCE
-        assert error(kv[0], direct.layers[layer].keys[0]) > 10 * TOLERANCE
+        keys, values = direct.layers[layer].keys[0], direct.layers[layer].values[0]
+        held = slice(64 - keys.shape[1], 64)  # of a sliding layer transformers keeps no more than the window
+        assert error(turn(kv[0], layer)[:, held], keys) < TOLERANCE
+        assert error(kv[1][:, held], values) < TOLERANCE
+        assert error(kv[0][:, held], keys) > 10 * TOLERANCE
 
 
 def test_stage_one_scores_equal_dense_attention_weights(bench: Bench) -> None:
@@ -145,7 +148,7 @@ def test_stage_one_scores_equal_dense_attention_weights(bench: Bench) -> None:
     bench.parts = (replace(bench.parts[3], glue=()),)
     prefill = bench.prefill("prophetkv")
     run(prefill.assemble())
-    found = run(prefill.probe())
+    found = run(prefill.probe(range(bench.model.layout.layers), prefill.layout.suffix))
     plain = plain_module(bench.model._decoder.config, "eager")
     weights = plain(prefill.layout.ids[None], output_attentions=True).attentions
     context = slice(len(bench.prefix), prefill.layout.suffix_start)
@@ -220,7 +223,7 @@ def test_attend_refuses_nothing_but_future_keys() -> None:
     positions[-64:] = torch.arange(keys - 64, keys)
     positions = torch.unique(positions)
     query = torch.randn(1, heads, len(positions), width, generator=generator) * 3
-    out, lse = attend(query, key, value, QueryRows.of(positions, torch.device("cpu"), torch.float32), 0.3)
+    out, lse = attend(query, key, value, QueryRows(positions, torch.device("cpu"), torch.float32), 0.3)
     group = heads // kv_heads
     logits = query.double() @ key.double().repeat_interleave(group, 1).transpose(2, 3) * 0.3
     logits.masked_fill_(torch.arange(keys)[None] > positions[:, None], float("-inf"))
@@ -229,7 +232,7 @@ def test_attend_refuses_nothing_but_future_keys() -> None:
 
 
 def test_sampling_parameters_are_bounded_by_the_request() -> None:
-    request = GenerateRequest("x", (1,), (), (2,), StrategySpec("full"), Sampling(max_tokens=3))
+    request = GenerateRequest("x", (1,), (), (2,), STRATEGIES["full"](), Sampling(max_tokens=3))
     bench = Bench(tiny_model(FAMILIES["llama"]))
     prefill = Prefill(bench.model, bench, bench.prefixes, request)
     assert prefill.slots.capacity == request.prompt_tokens + 3

@@ -7,9 +7,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from cache_store.keys import key_space
+from engine.attention import _partial_reference
 from engine.model import Model, check_supported, encode_text, fingerprint, resolve_dtype, text_decoder, tokenizer_digest
 from errors import UnsupportedModel
 from tests.tiny import FAMILIES, Bench, tiny_model
@@ -19,9 +32,29 @@ from tests.tiny import FAMILIES, Bench, tiny_model
     ("config", "reason"),
     [
         (GPT2Config(), "gpt2"),
-        (MistralConfig(), "mistral"),
+        (DeepseekV3Config(), "'deepseek_v3' .multi-head latent attention."),
+        (T5Config(), "'t5' .encoder-decoder."),
+        (Qwen3NextConfig(), "'qwen3_next' .hybrid with linear attention."),
+        (MambaConfig(), "'mamba' .state space model."),
+        (Gemma3Config(), "'gemma3'"),
+        (
+            Phi3Config(
+                pad_token_id=0,
+                original_max_position_embeddings=4096,
+                max_position_embeddings=131072,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 1.0,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [1.0] * 48,
+                },
+            ),
+            "longrope",
+        ),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
-        (Qwen2Config(use_sliding_window=True, max_window_layers=0, sliding_window=64), "sliding_attention"),
+        (Qwen2Config(layer_types=["chunked_attention"] * 32), "chunked_attention"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
     ],
 )
 def test_what_is_not_proven_is_refused_by_name(config: Any, reason: str) -> None:
@@ -87,15 +120,9 @@ def test_the_reference_attention_equals_the_cpu_kernel(monkeypatch: pytest.Monke
     """The path for devices without the CPU kernel, whole strategies through it."""
     bench = Bench(tiny_model(FAMILIES["qwen3"]))
     expected = {name: bench.logits(name, 0.3) for name in ("full", "naive", "prophetkv")}
-    monkeypatch.setattr("engine.attention._partial", _reference)
+    monkeypatch.setattr("engine.attention._partial", _partial_reference)
     for name, logits in expected.items():
         assert float((bench.logits(name, 0.3) - logits).abs().max()) < 1e-3
-
-
-def _reference(query: Any, key: Any, value: Any, scaling: float, mask: Any = None, causal: bool = False) -> Any:
-    from engine.attention import _partial_reference
-
-    return _partial_reference(query, key, value, scaling, mask, causal)
 
 
 def test_bf16_stays_near_fp32() -> None:
@@ -105,9 +132,7 @@ def test_bf16_stays_near_fp32() -> None:
     half = Bench(tiny_model(FAMILIES["llama"]), lengths=(20, 30))
     module_dtype = torch.bfloat16
     model = half.model
-    model._decoder.to(module_dtype)
-    model._head.to(module_dtype)
-    model._inv_freq = model._decoder.rotary_emb.inv_freq.float()
+    model._module.to(module_dtype)
     model.dtype = module_dtype
     object.__setattr__(model.layout, "dtype", module_dtype)
     for strategy in ("full", "prophetkv"):

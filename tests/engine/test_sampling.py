@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.base import Sampling, StrategySpec
+from engine.base import Sampling
 from engine.generate import Sampler
-from engine.strategies import STRATEGIES, check_strategy
-from engine.strategies.prophetkv import recompute_budget, top_tokens
-from errors import InvalidInput, UnknownStrategy
+from engine.strategies.base import recompute_budget, top_tokens
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 
@@ -56,12 +54,3 @@ def test_top_tokens_are_sorted_stable_and_safe_against_nan() -> None:
 )
 def test_budget_is_the_floor_and_at_least_one(ratio: float, context: int, expected: int) -> None:
     assert recompute_budget(ratio, context) == expected
-
-
-def test_strategies_are_checked_by_name_and_ratio() -> None:
-    for name in STRATEGIES:
-        check_strategy(StrategySpec(name, 0.5))
-    with pytest.raises(UnknownStrategy, match="full, naive, prophetkv"):
-        check_strategy(StrategySpec("profetkv"))
-    with pytest.raises(InvalidInput, match=r"ratio is 1\.5"):
-        check_strategy(StrategySpec("full", 1.5))
