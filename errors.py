@@ -23,6 +23,7 @@ ProphetKVError
 │   ├── UnsupportedModel       reuse is not proven for this architecture, RoPE type or attention
 │   └── ModelUnavailable       no source answered, or what came has another digest
 ├── CatalogueError             the database was made by a newer version, or is not ours
+│   └── CatalogueUnavailable   it does not answer now: locked, disk full, connection lost
 └── ConfigError                a setting is out of bounds, unknown, or contradicts another
 """
 
@@ -131,6 +132,10 @@ class ModelUnavailable(ModelError):
 
 class CatalogueError(ProphetKVError):
     """The catalogue database cannot be used."""
+
+
+class CatalogueUnavailable(CatalogueError):
+    """The catalogue database does not answer now."""
 
 
 class ConfigError(ProphetKVError):

@@ -70,7 +70,7 @@ def ingest(client: Client, files: list[Path]) -> None:
     """Sends the documents and waits until all are searchable."""
     with _progress() as bar:
         task = bar.add_task("ingesting", total=len(files))
-        jobs = [answer["job"]["id"] for file in files if "job" in (answer := client.put_file(file))]
+        jobs = [answer["job"]["id"] for file in files if "job" in (answer := client.put_file(file, file.name))]
         for job in jobs:
             while (info := client.job(job))["state"] in ("pending", "running"):
                 time.sleep(0.05)

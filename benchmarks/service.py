@@ -20,7 +20,7 @@ from benchmarks.launch import running_server
 from benchmarks.report import conditions, paired_ratio, write
 from engine.base import GenerateRequest, Sampling
 from engine.encode import PrefixCache
-from engine.model import Model, encode_text, load_tokenizer
+from engine.model import Model, load_tokenizer, text_encoder
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from service.doctor import run_steps
@@ -44,7 +44,7 @@ def words(count: int, seed: int) -> str:
 def measure_full(settings: Settings, tokens: int, pairs: int) -> dict[str, Any]:
     """The engine's full prefill against the plain model, interleaved."""
     model = load_model(settings)
-    ids = encode_text(model.tokenizer, words(2 * tokens, 0))[0][:tokens]
+    ids = text_encoder(model.tokenizer)(words(2 * tokens, 0))[0][:tokens]
     request = GenerateRequest("bench", (), (), tuple(ids), STRATEGIES["full"](), Sampling(max_tokens=1))
 
     def ours() -> None:
@@ -67,7 +67,7 @@ def measure_ttft(settings: Settings, tokens: int, ratio: float, pairs: int) -> d
     """Warm ProphetKV against full over HTTP, as a client sees it."""
     with running_server(settings, precompute=False, memory_bytes=2 << 30) as server:
         client = server.client
-        model_tokens = encode_text(_tokenizer(settings), words(2 * tokens, 1))
+        model_tokens = text_encoder(_tokenizer(settings))(words(2 * tokens, 1))
         text = words(2 * tokens, 1)[: model_tokens[1][tokens - 1][1]]
         times: dict[str, list[float]] = {"full": [], "prophetkv": []}
         usage: dict[str, Any] = {}
@@ -110,12 +110,12 @@ def measure_ingest(settings: Settings, tokens: int) -> dict[str, Any]:
     with running_server(settings, precompute=True) as server:
         client = server.client
         path = server.folder / "document.txt"
-        ids, offsets = encode_text(_tokenizer(settings), text)
+        ids, offsets = text_encoder(_tokenizer(settings))(text)
         path.write_text(text[: offsets[tokens - 1][1]])
         rates = []
         for collection in ("one", "two"):  # the second finds all KV there: only indexing is left
             start = time.perf_counter()
-            job = client.put_file(path, collection, wait=3600)["job"]
+            job = client.put_file(path, path.name, collection, wait=3600)["job"]
             assert job["state"] == "succeeded", job
             rates.append(tokens / (time.perf_counter() - start))
     model = load_model(settings)

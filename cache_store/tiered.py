@@ -28,7 +28,8 @@ class TieredStore:
     """A KVStore over KVStores, fastest first.
 
     `put` reaches the first tier at once and the others from a writer thread, whose backlog is bounded by
-    `backlog_bytes`: beyond it a write is dropped and counted, for a query must never wait for a slow medium.
+    `backlog_bytes`, one entry excepted: beyond it a write is dropped and counted, for a query must never wait for a
+    slow medium.
     """
 
     name = "tiered"
@@ -104,7 +105,7 @@ class TieredStore:
                 self._attempt(tier, chunk, kv)
                 continue
             with self._changed:
-                if self._pending_bytes + kv.nbytes > self._backlog_bytes:
+                if self._pending_bytes and self._pending_bytes + kv.nbytes > self._backlog_bytes:
                     tier.stats.dropped_writes += 1
                     continue
                 self._pending_bytes += kv.nbytes

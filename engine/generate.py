@@ -107,7 +107,9 @@ class Sampler:
         """`logits`: fp32 [vocab]."""
         if self._sampling.temperature == 0.0:
             return int(logits.argmax())
-        chances = torch.softmax(logits.cpu() / self._sampling.temperature, dim=-1)
+        # In fp64 and from the maximum: no temperature above 0 overflows.
+        logits = logits.cpu().double()
+        chances = torch.softmax((logits - logits.max()) / self._sampling.temperature, dim=-1)
         chances, order = chances.sort(descending=True)
         # A token stays when the mass before it is below top_p: the first always does.
         chances[chances.cumsum(0) - chances >= self._sampling.top_p] = 0.0

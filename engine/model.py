@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -267,10 +268,22 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids and their character offsets. Text never becomes a special token, whatever it spells."""
-    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
-    return encoded.input_ids, encoded.offset_mapping
+def text_encoder(tokenizer: Any) -> Callable[[str], tuple[list[int], list[tuple[int, int]]]]:
+    """A function that gives a text's token ids and their character offsets, from any thread.
+
+    Text never becomes a special token, whatever it spells. A copy of the tokenizer does this alone, for in transformers
+    that choice is a switch on the shared object, which another thread may turn.
+    """
+    own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    own.no_truncation()
+    own.no_padding()
+    own.encode_special_tokens = True
+
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = own.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    return encode
 
 
 def text_decoder(tokenizer: Any) -> Callable[[int], str]:

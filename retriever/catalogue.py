@@ -145,7 +145,7 @@ class Catalogue:
             for old in session.scalars(select(RevisionRow).filter_by(document_id=row.id)):
                 if old.state != "ready":
                     cancel_jobs(session, old.id, "superseded by newer content")
-                    session.delete(old)
+                    self._drop_revisions(session, [old.id])
             revision = RevisionRow(
                 document_id=row.id,
                 digest=digest,
@@ -265,10 +265,26 @@ class Catalogue:
                 yield chunk_id, np.frombuffer(data, dtype="<f4").reshape(-1, dim)
 
     def counts(self) -> dict[str, int]:
-        """Revisions by state: ready (of the present signature), and all that still waits, works or failed."""
+        """Documents by the state of their latest content: pending, processing, ready or failed."""
+        newest = select(func.max(RevisionRow.id)).group_by(RevisionRow.document_id)
+        query = select(RevisionRow.state, func.count()).where(RevisionRow.id.in_(newest)).group_by(RevisionRow.state)
         with self._database.read() as session:
-            rows = session.execute(select(RevisionRow.state, func.count()).group_by(RevisionRow.state))
-            return dict(iter(rows))
+            return dict(iter(session.execute(query)))
+
+    def not_searchable(self, collection: str) -> int:
+        """Documents of the collection that wait to be indexed and do not answer meanwhile."""
+        live = select(RevisionRow.id).where(RevisionRow.document_id == DocumentRow.id, *self._live()).exists()
+        coming = select(RevisionRow.id).where(
+            RevisionRow.document_id == DocumentRow.id, RevisionRow.state.in_(("pending", "processing"))
+        )
+        query = (
+            select(func.count())
+            .select_from(DocumentRow)
+            .join(CollectionRow, DocumentRow.collection_id == CollectionRow.id)
+            .where(CollectionRow.name == collection, coming.exists(), ~live)
+        )
+        with self._database.read() as session:
+            return session.scalar(query) or 0
 
     def revision_source(self, revision: int) -> ParsedDocument | None:
         """The extracted text to be chunked; None when the revision is gone."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from retriever.documents import ParsedDocument, TextEncoder
 
-VERSION = 1  # part of the index signature: a change here re-chunks every document
+VERSION = 2  # part of the index signature: a change here re-chunks every document
+
+# Documents are tokenised in parts of about this many characters, which bounds memory; a part ends with a paragraph.
+_PART_CHARACTERS = 200_000
 
 # Where a chunk may end early, best first. Only the last quarter of a chunk is searched, so chunks stay nearly full.
 _BREAKS = ("\n\n", "\n", ". ", " ")
@@ -28,29 +31,32 @@ class TextChunk:
 
 
 def chunk_document(document: ParsedDocument, encode: TextEncoder, max_tokens: int) -> list[TextChunk]:
-    """Chunks of at most `max_tokens` tokens. Their token ids concatenate to the document's, their texts to its text."""
-    ids, offsets = encode(document.text)
-    chunks = []
-    for ordinal, (first, last) in enumerate(_cuts(document.text, offsets, max_tokens)):
-        start = offsets[first][0] if ordinal else 0
-        end = offsets[last][0] if last < len(ids) else len(document.text)
-        text = document.text[start:end]
-        # The sections of the first and last word: a chunk may begin or end with the white space between two.
-        first_word = document.section_at(start + len(text) - len(text.lstrip()))
-        last_word = document.section_at(max(start, start + len(text.rstrip()) - 1))
-        chunks.append(
-            TextChunk(
-                ordinal,
-                tuple(ids[first:last]),
-                start,
-                end,
-                text,
-                first_word.page,
-                last_word.page,
-                first_word.heading,
-            )
-        )
+    """Chunks of at most `max_tokens` tokens. Their texts concatenate to the document's."""
+    chunks: list[TextChunk] = []
+    for begin, part in _parts(document.text):
+        ids, offsets = encode(part)
+        for first, last in _cuts(part, offsets, max_tokens):
+            start = begin + (offsets[first][0] if first else 0)
+            end = begin + (offsets[last][0] if last < len(ids) else len(part))
+            text = document.text[start:end]
+            # The sections of the first and last word: a chunk may begin or end with the white space between two.
+            first_word = document.section_at(start + len(text) - len(text.lstrip()))
+            last_word = document.section_at(max(start, start + len(text.rstrip()) - 1))
+            where = first_word.page, last_word.page, first_word.heading
+            chunks.append(TextChunk(len(chunks), tuple(ids[first:last]), start, end, text, *where))
     return chunks
+
+
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    """Start and text of each part."""
+    start = 0
+    while start < len(text):
+        stop = start + _PART_CHARACTERS
+        if stop < len(text):
+            ends = (text.rfind(mark, start + _PART_CHARACTERS // 2, stop) + len(mark) for mark in _BREAKS)
+            stop = next((end for mark, end in zip(_BREAKS, ends, strict=True) if end >= start + len(mark)), stop)
+        yield start, text[start:stop]
+        start = stop
 
 
 def _cuts(text: str, offsets: Sequence[tuple[int, int]], max_tokens: int) -> Iterator[tuple[int, int]]:

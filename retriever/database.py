@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.orm import Session
 
-from errors import CatalogueError
+from errors import CatalogueError, CatalogueUnavailable
 from retriever.schema import SCHEMA_VERSION, Base, Meta
 
 
@@ -33,24 +33,34 @@ class Database:
                         f"the catalogue has schema version {held.value}, this program knows {SCHEMA_VERSION}; "
                         "use the program version that made it"
                     )
+        except CatalogueUnavailable:
+            raise
         except DatabaseError as error:
             raise CatalogueError(f"cannot open the catalogue: {error.orig}") from error
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A session that sees one state of the database."""
-        with Session(self._engine) as session:
+        """A session that sees one state of the database. Raises CatalogueUnavailable."""
+        with _named_failures(), Session(self._engine) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A transaction: committed at the end of the block, rolled back when it raises."""
-        with Session(self._writer) as session, session.begin():
+        """A transaction: committed at the end of the block, rolled back when it raises. CatalogueUnavailable."""
+        with _named_failures(), Session(self._writer) as session, session.begin():
             yield session
 
     def close(self) -> None:
         """Closes all connections."""
         self._engine.dispose()
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        raise CatalogueUnavailable(f"the catalogue does not answer: {error.orig}; try again later") from error
 
 
 def _connect(url: str) -> Engine:

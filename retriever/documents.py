@@ -34,5 +34,5 @@ class ParsedDocument:
 class TextEncoder(Protocol):
     """The language model's tokenizer as chunking needs it."""
 
-    def __call__(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+    def __call__(self, text: str, /) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
         """Token ids and the characters [start, end) that each covers; text never becomes a special token."""

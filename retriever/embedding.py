@@ -34,18 +34,32 @@ class Embedder:
         self.dim: int = size
         self.digest = _folder_digest(folder)
         self._lock = threading.Lock()  # one at a time: embedding must not take all cores from the device thread
+        self._queries = 0  # that wait or run; indexing lets them go first
+        self._no_queries = threading.Condition()
 
     def embed_chunks(self, texts: Sequence[str]) -> list[Vectors]:
         """For each text the vectors of its windows, float32 [windows, dim]."""
         windows = [self._windows(text) for text in texts]
         flat = [window for group in windows for window in group]
-        vectors = self._embed(flat)
+        batches = []
+        for start in range(0, len(flat), _BATCH):
+            with self._no_queries:
+                self._no_queries.wait_for(lambda: self._queries == 0)
+            batches.append(self._embed(flat[start : start + _BATCH]))
+        vectors = np.concatenate(batches) if batches else np.empty((0, self.dim), np.float32)
         ends = np.cumsum([len(group) for group in windows])
         return np.split(vectors, ends[:-1]) if windows else []
 
     def embed_query(self, text: str) -> Vectors:
         """float32 [dim]; a query longer than the window is the mean of its windows."""
-        mean: Vectors = self._embed(self._windows(text)).mean(axis=0)
+        with self._no_queries:
+            self._queries += 1
+        try:
+            mean: Vectors = self._embed(self._windows(text)).mean(axis=0)
+        finally:
+            with self._no_queries:
+                self._queries -= 1
+                self._no_queries.notify_all()
         return mean / np.float32(max(float(np.linalg.norm(mean)), 1e-12))
 
     def _embed(self, texts: list[str]) -> Vectors:

@@ -82,13 +82,15 @@ class Jobs:
         """Takes the oldest pending job of the stage. A job that killed the process three times fails instead."""
         with self._database.write() as session:
             query = select(JobRow).filter_by(state="pending", stage=stage).order_by(JobRow.created_at, JobRow.id)
-            for job in session.scalars(query):
+            while (job := session.scalar(query.limit(1))) is not None:
                 revision = _revision(session, job)
                 if revision is None:
                     job.state, job.error = "cancelled", "the document was replaced or deleted"
+                    session.flush()
                     continue
                 if job.attempts >= MAX_ATTEMPTS:
                     _fail(job, revision, f"gave up after {MAX_ATTEMPTS} attempts that ended the process")
+                    session.flush()
                     continue
                 job.state, job.attempts = "running", job.attempts + 1
                 if stage == "index":
@@ -103,8 +105,21 @@ class Jobs:
             row = session.get(JobRow, job)
             if row is None or row.state != "running":
                 return False
-            row.done, row.total = done, total
+            if done > row.done:
+                # Farther than ever before, so what ended the process last time does not stand in the way.
+                row.done, row.attempts = done, 1
+            row.total = total
             return True
+
+    def release(self, job: str) -> None:
+        """Gives a claimed job back as if nobody had tried: an orderly stop, or a failure outside of it."""
+        with self._database.write() as session:
+            row = session.get(JobRow, job)
+            if row is not None and row.state == "running":
+                row.state, row.attempts = "pending", row.attempts - 1
+                revision = _revision(session, row)
+                if revision is not None and revision.state == "processing":
+                    revision.state = "pending"
 
     def next_stage(self, job: str, stage: str) -> None:
         """Hands the job on."""

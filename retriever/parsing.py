@@ -40,25 +40,11 @@ MEDIA_TYPES = {
     "application/vnd.openxmlformats-officedocument.wordprocessingml.document": "docx",
 }
 _HTML_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-_HTML_BLOCKS = _HTML_HEADINGS | {
-    *("address", "article", "aside", "blockquote", "br", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption"),
-    *(
-        "figure",
-        "footer",
-        "form",
-        "header",
-        "hr",
-        "li",
-        "main",
-        "ol",
-        "p",
-        "section",
-        "summary",
-        "table",
-        "tbody",
-        "td",
-    ),
-    *("tfoot", "th", "thead", "ul"),
+_HTML_BLOCKS = {
+    *_HTML_HEADINGS,
+    *("address", "article", "aside", "blockquote", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption"),
+    *("figure", "footer", "form", "header", "hr", "li", "main", "ol", "p", "section", "summary", "table", "tbody"),
+    *("td", "tfoot", "th", "thead", "ul"),
 }
 _HTML_SKIPPED = {"script", "style", "noscript", "template", "head", "nav", "svg"}
 _HTML_PAGE_SKIPPED = _HTML_SKIPPED | {"header", "footer"}  # of the page; those of its content are content
@@ -175,8 +161,8 @@ def _parse_markdown(content: bytes) -> ParsedDocument:
 
     text = _decode(content)
     starts = [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    for line in text.split("\n"):  # not splitlines: Markdown knows no other line ends, such as form feeds
+        starts.append(starts[-1] + len(line) + 1)
     tokens = MarkdownIt().parse(text)
     headings = [
         Section(starts[token.map[0]], heading=inline.content)
@@ -211,10 +197,12 @@ def _parse_html(content: bytes) -> ParsedDocument:
             elif child.name == "pre":
                 flush()
                 builder.add(child.get_text())
-            elif child.name == "tr":
+            elif child.name == "tr" and child.find("table") is None:  # a table in a cell is no row but layout
                 flush()
                 line.append(" | ".join(cell.get_text(" ", strip=True) for cell in child.find_all(["td", "th"])))
                 flush("\n")
+            elif child.name == "br":
+                line.append(" ") if node.name in _HTML_HEADINGS else flush("\n")
             elif child.name in _HTML_BLOCKS:
                 flush()
                 walk(child, in_content or child.name in _HTML_CONTENT)
@@ -253,7 +241,8 @@ def _parse_docx(content: bytes) -> ParsedDocument:
         for block in document.iter_inner_content():
             if isinstance(block, Table):
                 for row in block.rows:
-                    builder.add(" | ".join(cell.text.strip() for cell in row.cells), "\n")
+                    merged_once = {id(cell._tc): cell for cell in row.cells}.values()
+                    builder.add(" | ".join(cell.text.strip() for cell in merged_once), "\n")
             else:
                 style = (block.style.name if block.style is not None else None) or ""
                 is_heading = style.startswith(("Heading", "Title"))

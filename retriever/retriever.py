@@ -57,24 +57,25 @@ class Retriever:
         self._folder = index_folder
         self._signature = signature
         self._indexes: dict[str, VectorIndex] = {}
+        self._states: dict[str, str] = {}  # the catalogue's state that each index was last brought to
         self._lock = threading.Lock()
 
     def open(self) -> None:
         """Loads every collection's index, or rebuilds it from the catalogue."""
         for collection in self._catalogue.collections():
-            state = self._state(self._catalogue.collection_state(collection))
-            index = VectorIndex.load(self._path(collection), self._embedder.dim, state)
+            state = self._catalogue.collection_state(collection)
+            index = VectorIndex.load(self._path(collection), self._embedder.dim, self._stamp(state))
             if index is None:
                 index = VectorIndex(self._embedder.dim)
                 for chunk_id, vectors in self._catalogue.vectors(collection, self._embedder.dim):
                     index.add(chunk_id, vectors)
-            self._indexes[collection] = index
+            self._indexes[collection], self._states[collection] = index, state
 
     def save(self) -> None:
         """Writes the indexes, so that the next start need not rebuild them."""
         with self._lock:
             for collection, index in self._indexes.items():
-                index.save(self._path(collection), self._state(self._catalogue.collection_state(collection)))
+                index.save(self._path(collection), self._stamp(self._states[collection]))
 
     def search(self, collection: str, question: str, count: int) -> list[Hit]:
         """The `count` chunks most similar to the question, best first. Raises NotFound for an unknown collection."""
@@ -118,10 +119,11 @@ class Retriever:
     def _apply(self, change: Change) -> VectorIndex:
         index = self._indexes.setdefault(change.collection, VectorIndex(self._embedder.dim))
         index.remove(change.removed)
+        self._states[change.collection] = change.state
         return index
 
     def _path(self, collection: str) -> Path:
         return self._folder / f"{hashlib.sha256(collection.encode()).hexdigest()[:32]}.faiss"
 
-    def _state(self, collection_state: str) -> str:
+    def _stamp(self, collection_state: str) -> str:
         return f"{self._signature}:{collection_state}"

@@ -28,10 +28,11 @@ from retriever.documents import ParsedDocument
 from retriever.jobs import JobInfo
 from retriever.parsing import kind_of, parse
 from service.edge import Edge
+from service.names import NAME_PATTERN
 from service.pipeline import AnswerEvent
 from service.problems import problem, problem_body
 from service.runtime import DEFAULT_COLLECTION, Runtime
-from service.schemas import NAME_PATTERN, DocumentBody, QueryBody
+from service.schemas import DocumentBody, QueryBody
 from service.settings import Settings
 from service.version import __version__
 
@@ -54,7 +55,8 @@ def create_app(settings: Settings) -> FastAPI:
         try:
             yield
         finally:
-            await start
+            start.cancel()  # a server that is told to end while it loads does not finish loading
+            await asyncio.gather(start, return_exceptions=True)
             await runtime.stop()
 
     app = FastAPI(title="ProphetKV", version=__version__, lifespan=lifespan, redoc_url=None)
@@ -98,7 +100,8 @@ def _add_routes(app: FastAPI) -> None:
     async def query(request: Request, runtime: StartedRuntime) -> Response:
         """Answers a question from retrieved chunks, or from `contexts`."""
         body = _validated(QueryBody, await _json(request))
-        indexing = await asyncio.to_thread(runtime.not_indexed)
+        searched = body.contexts is None
+        indexing = await asyncio.to_thread(runtime.catalogue.not_searchable, body.collection) if searched else 0
         events = runtime.pipeline.answer(body, indexing)
         try:
             # Whatever fails up to here has a proper status: no header was sent.
@@ -219,7 +222,11 @@ async def _upsert(request: Request, runtime: Runtime, collection: str, name: str
     told: dict[str, Any] = {"result": done.result, "document": _document(done.document)}
     if done.job is None:
         return JSONResponse(told, 200)
-    info = await runtime.ingestor.wait(done.job, wait)
+
+    async def give_up() -> bool:
+        return runtime.pipeline.draining or await request.is_disconnected()
+
+    info = await runtime.ingestor.wait(done.job, wait, give_up)
     if info.state not in ("pending", "running"):
         told["document"] = _document(await asyncio.to_thread(runtime.catalogue.document, collection, name))
     return JSONResponse({**told, "job": _job(info)}, 202, {"Location": f"/jobs/{info.id}"})
@@ -259,7 +266,7 @@ async def _document_body(request: Request) -> tuple[bytes, str, str | None, dict
     if metadata is not None:
         try:
             fields["metadata"] = json.loads(str(metadata))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"metadata is not JSON: {error}", field="metadata") from error
     told = _validated(DocumentBody, fields)
     return content, kind, told.title, told.metadata, filename
@@ -275,7 +282,7 @@ async def _json(request: Request) -> Any:
         raise UnsupportedContentType(f"send application/json; got {_essence(request) or 'no content type'}")
     body = await request.body()
     try:
-        data = json.loads(body)
+        data = json.loads(body.decode())  # not from bytes, which would let half characters pass
         if b"\\ud" in body.lower():  # an escape for half of a character, which is no text without the other half
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

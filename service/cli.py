@@ -15,6 +15,7 @@ from rich.table import Table
 
 from errors import ProphetKVError
 from service.client import Client
+from service.names import document_id
 from service.settings import PREFIX, Settings, load_settings
 from service.version import __version__
 
@@ -52,22 +53,24 @@ def ingest(
     wait: Annotated[bool, typer.Option(help="wait until everything is indexed and precomputed")] = True,
 ) -> None:
     """Send documents to a running server."""
-    files = [
-        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()
-    ]
+    files: dict[str, Path] = {}  # by document id
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                files[document_id(file.relative_to(path).as_posix() if path.is_dir() else file.name)] = file
     failed = 0
     with Client(url) as client, _progress() as bar:
         jobs = {}
         task = bar.add_task("sending", total=len(files))
-        for file in files:
+        for name, file in files.items():
             try:
-                answer = client.put_file(file, collection)
+                answer = client.put_file(file, name, collection)
                 if "job" in answer:
-                    jobs[file.name] = answer["job"]["id"]
-                bar.console.print(f"{file.name}: {answer['result']}")
+                    jobs[name] = answer["job"]["id"]
+                bar.console.print(f"{name}: {answer['result']}")
             except ProphetKVError as error:
                 failed += 1
-                bar.console.print(f"[red]{file.name}: {error}[/red]")
+                bar.console.print(f"[red]{name}: {error}[/red]")
             bar.advance(task)
         if wait:
             failed += _follow(client, jobs, bar)

@@ -38,19 +38,15 @@ class Client:
     ) -> None:
         self._http.close()
 
-    def put_file(self, path: Path, collection: str = "default", wait: float = 0.0) -> dict[str, Any]:
-        """Creates or replaces the document named like the file."""
+    def put_file(self, path: Path, document: str, collection: str = "default", wait: float = 0.0) -> dict[str, Any]:
+        """Creates or replaces the document with that id."""
         with path.open("rb") as file:
             return self._call(
                 "PUT",
-                f"/documents/{path.name}",
+                f"/documents/{document}",
                 params={"collection": collection, "wait": wait},
                 files={"file": (path.name, file)},
             )
-
-    def document(self, document: str, collection: str = "default") -> dict[str, Any]:
-        """One document."""
-        return self._call("GET", f"/documents/{document}", params={"collection": collection})
 
     def delete(self, document: str, collection: str = "default") -> None:
         """Removes a document."""

@@ -6,16 +6,19 @@ indexing, computing chunk KV ahead, removing KV nobody needs. Driven by the job 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from cache_store.base import Chunk
 from cache_store.keys import chunk_key
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, EngineClient
-from errors import Cancelled, StoreError
+from errors import Cancelled, CatalogueUnavailable, StoreError
 from retriever.catalogue import Catalogue
 from retriever.jobs import JobInfo, Jobs, Work
 from retriever.retriever import Retriever
@@ -23,17 +26,19 @@ from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_ENCODE_BATCH = (
-    8  # chunks handed to the engine at a time: bounds the writer's backlog and what a cancellation waits for
-)
+T = TypeVar("T")
+
+# What is handed to the engine at a time: bounds the writer's backlog and what a cancellation waits for.
+_ENCODE_CHUNKS = 8
+_ENCODE_BYTES = 64 << 20
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
 class Ingestor:
-    """Three workers: index, precompute (when on), purge.
+    """Three workers: index, precompute, purge. What they do is in the database, so a restart goes on with it.
 
-    What they do is in the database, so a restart goes on with it.
+    When the database does not answer they wait for it and go on.
     """
 
     def __init__(
@@ -44,24 +49,29 @@ class Ingestor:
         engine: EngineClient,
         store: TieredStore,
         space: str,
+        token_bytes: int,
         precompute: bool,
         settled: Callable[[], Awaitable[None]],
         metrics: Metrics,
     ) -> None:
-        """`space`: the KV key space in use. `settled` waits until the queries that are active now have ended."""
+        """`space`: the KV key space in use. `token_bytes`: KV of a token.
+
+        `settled` waits until the queries that are active now have ended.
+        """
         self._catalogue = catalogue
         self._jobs = jobs
         self._retriever = retriever
         self._engine = engine
         self._store = store
         self._space = space
+        self._token_bytes = token_bytes
         self._precompute = precompute
         self._settled = settled
         self._metrics = metrics
         self._spaces: list[str] = []
         self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
         self._encoding = asyncio.Lock()
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -78,7 +88,7 @@ class Ingestor:
 
     async def stop(self) -> None:
         """Ends the workers between two batches; unfinished jobs go on at the next start."""
-        self._stopping = True
+        self._stopping.set()
         for event in self._wake.values():
             event.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,12 +98,13 @@ class Ingestor:
         for event in self._wake.values():
             event.set()
 
-    async def wait(self, job: str, seconds: float) -> JobInfo:
-        """The job when it has ended, or as it is after `seconds`. Raises NotFound."""
+    async def wait(self, job: str, seconds: float, give_up: Callable[[], Awaitable[bool]]) -> JobInfo:
+        """The job when it has ended, or as it is after `seconds` or when `give_up` says so. Raises NotFound."""
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             info = await asyncio.to_thread(self._jobs.job, job)
-            if info.state not in ("pending", "running") or asyncio.get_running_loop().time() >= deadline:
+            ended = info.state not in ("pending", "running")
+            if ended or asyncio.get_running_loop().time() >= deadline or await give_up():
                 return info
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -103,9 +114,9 @@ class Ingestor:
         self._wake["purge"].set()
 
     async def _work(self, stage: str, handle: Callable[[Work], Awaitable[None]]) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._wake[stage].clear()
-            work = await asyncio.to_thread(self._jobs.claim, stage)
+            work = await self._insist(self._jobs.claim, stage)
             if work is None:
                 await self._wake[stage].wait()
                 continue
@@ -113,14 +124,34 @@ class Ingestor:
                 await handle(work)
             except Cancelled:
                 log.info("job %s stopped", work.job)
+                await self._insist(self._jobs.release, work.job)
+            except CatalogueUnavailable:
+                log.exception("job %s waits for the catalogue", work.job)
+                await self._pause()
+                await self._insist(self._jobs.release, work.job)
             except Exception as error:
                 log.exception("job %s failed", work.job)
-                await asyncio.to_thread(self._jobs.fail, work.job, f"{type(error).__name__}: {error}")
+                await self._insist(self._jobs.fail, work.job, f"{type(error).__name__}: {error}")
                 self._metrics.jobs.labels("failed").inc()
+
+    async def _insist(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Calls until the catalogue answers; None when the service stops before it does."""
+        while True:
+            try:
+                return await asyncio.to_thread(call, *args)
+            except CatalogueUnavailable as error:
+                log.warning("will try again: %s", error)
+                if self._stopping.is_set():
+                    return None
+                await self._pause()
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
 
     async def _index(self, work: Work) -> None:
         def progress(done: int, total: int) -> bool:
-            return not self._stopping and self._jobs.progress(work.job, done, total)
+            return not self._stopping.is_set() and self._jobs.progress(work.job, done, total)
 
         if not await asyncio.to_thread(self._retriever.index, work, progress):
             return  # replaced or deleted meanwhile; whoever did it has cancelled the job
@@ -137,28 +168,33 @@ class Ingestor:
         done = 0
         while done < len(chunks):
             async with self._encoding:
-                batch = tuple(chunks[done : done + _ENCODE_BATCH])
+                batch = tuple(self._batch(chunks[done:]))
                 async with aclosing(self._engine.submit(EncodeRequest(uuid.uuid4().hex, batch))) as events:
                     async for _ in events:
                         done += 1
                         known = await asyncio.to_thread(self._jobs.progress, work.job, done, len(chunks))
-                        if self._stopping or not known:
+                        if self._stopping.is_set() or not known:
                             break
-                if self._stopping or not known:
+                if self._stopping.is_set() or not known:
                     while self._engine.stats().background:  # an abort takes effect at the engine's next step
                         await asyncio.sleep(_POLL_SECONDS)
                     raise Cancelled("the job was cancelled")
                 await asyncio.to_thread(self._store.flush)
         await self._finish(work, self._space)
 
+    def _batch(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The first few chunks, at least one."""
+        ends = accumulate(len(chunk.token_ids) * self._token_bytes for chunk in chunks[:_ENCODE_CHUNKS])
+        return chunks[: max(1, sum(end <= _ENCODE_BYTES for end in ends))]
+
     async def _finish(self, work: Work, encoded_for: str | None) -> None:
         await asyncio.to_thread(self._jobs.finish, work.job, encoded_for)
         self._metrics.jobs.labels("succeeded").inc()
 
     async def _purge(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._wake["purge"].clear()
-            digests = await asyncio.to_thread(self._jobs.purges)
+            digests = await self._insist(self._jobs.purges)
             if not digests:
                 await self._wake["purge"].wait()
                 continue
@@ -168,9 +204,9 @@ class Ingestor:
             async with self._encoding:
                 done = await self._delete_kv(digests)
             if done:
-                await asyncio.to_thread(self._jobs.purged, digests)
+                await self._insist(self._jobs.purged, digests)
             else:
-                await asyncio.sleep(_RETRY_SECONDS)
+                await self._pause()
 
     async def _delete_kv(self, digests: list[str]) -> bool:
         """Removes the chunks' KV of every key space from every tier; False when a tier failed."""

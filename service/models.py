@@ -130,7 +130,7 @@ def _resolve(name: str, cache: Path, purpose: str, form: str, prepare: Callable[
         return Path(name)
     entry = MANIFEST.get(name)
     if entry is None:
-        return _from_hub(name)
+        return _from_hub(name, cache)
     if entry.purpose != purpose:
         raise ModelUnavailable(f"{name} is not a {purpose} but a {entry.purpose}")
     folder = cache / name / form
@@ -219,7 +219,7 @@ def _copy(source: IO[bytes], sink: IO[bytes]) -> None:
     shutil.copyfileobj(source, sink, 1 << 20)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, cache: Path) -> Path:
     if "/" not in name:
         raise ModelUnavailable(
             f"{name!r} is neither a folder nor a manifest entry ({', '.join(MANIFEST)}) nor a hub id (owner/name)"
@@ -229,7 +229,9 @@ def _from_hub(name: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "1_Pooling/*"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT, cache_dir=cache / "hub")
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelUnavailable(f"cannot get {name!r} from the model hub: {error}") from error
 

@@ -24,6 +24,9 @@ from service.prompt import PromptTemplate
 from service.schemas import QueryBody
 from service.settings import Settings
 
+# Hardly any text has longer tokens; what exceeds this is refused by its length alone.
+_MAX_CHARACTERS_PER_TOKEN = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -66,11 +69,12 @@ class Pipeline:
         self._metrics = metrics
         self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
         self.draining = False
+        self._aborting = False
 
     async def answer(self, body: QueryBody, indexing: int = 0) -> AsyncGenerator[AnswerEvent]:
         """Events of one answer: sources, tokens and citations, done. Errors are raised, before or between events.
 
-        `indexing`: documents that are not searchable yet, which the answer says.
+        `indexing`: documents of the collection that are not searchable yet, which the answer says.
         """
         started = time.perf_counter()
         if self.draining:
@@ -101,7 +105,8 @@ class Pipeline:
             await ended.wait()
 
     def abort_active(self) -> None:
-        """Ends every open answer with an error event."""
+        """Ends every open answer with an error event, those too that are not with the engine yet."""
+        self._aborting = True
         for request_id in list(self.active):
             self._engine.abort(request_id)
 
@@ -110,7 +115,9 @@ class Pipeline:
     ) -> AsyncGenerator[AnswerEvent]:
         strategy = self._strategy(body)
         max_tokens = body.max_tokens or self._settings.max_tokens
-        suffix, question = self._prompt.suffix(body.question)
+        self._check_size("the question", len(body.question))
+        self._check_size("the contexts", sum(map(len, body.contexts or ())))
+        suffix, question = await asyncio.to_thread(self._prompt.suffix, body.question)
         room = self._window - len(self._prompt.prefix) - len(suffix) - max_tokens
         if room < 0:
             raise PromptTooLong(
@@ -129,6 +136,8 @@ class Pipeline:
             Sampling(max_tokens, body.temperature, body.top_p, body.seed),
             question,
         )
+        if self._aborting:
+            raise Cancelled("the server stops")
         async with aclosing(self._engine.submit(request)) as events:
             shown = [{"index": number, **source.shown} for number, source in enumerate(sources, start=1)]
             yield AnswerEvent("sources", {"sources": shown, "dropped": dropped})
@@ -165,6 +174,14 @@ class Pipeline:
         """The strategy's name as a metric label, whose values must be few."""
         name = (body.strategy or {}).get("name", self._settings.strategy)
         return name if name in SERVED else "unknown"
+
+    def _check_size(self, what: str, characters: int) -> None:
+        """Raises PromptTooLong for what cannot fit, before it costs the time and memory of tokenising."""
+        limit = self._window * _MAX_CHARACTERS_PER_TOKEN
+        if characters > limit:
+            raise PromptTooLong(
+                f"{what}: {characters} characters; the window of {self._window} tokens takes at most {limit}"
+            )
 
     async def _sources(self, body: QueryBody, room: int) -> tuple[list[Source], int]:
         """What the prompt holds, number 1 first, and how many retrieved chunks did not fit."""

@@ -21,6 +21,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.BodyTooLarge: (413, "body_too_large"),
     errors.NumericalFault: (500, "numerical_fault"),
     errors.QueueFull: (429, "queue_full"),
+    errors.CatalogueUnavailable: (503, "catalogue_unavailable"),
     errors.NotReady: (503, "not_ready"),
 }
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from cache_store.base import KVStore
 from cache_store.disk import DiskStore
@@ -62,6 +65,7 @@ class Runtime:
         self.pipeline: Pipeline
         self.ingestor: Ingestor
         self._database: Database
+        self._lock: FileLock
 
     def require_started(self) -> None:
         """Raises NotReady until `start` has returned."""
@@ -70,8 +74,19 @@ class Runtime:
 
     async def start(self) -> None:
         """Loads models, opens catalogue, index and KV tiers, starts the engine and the workers."""
-        await asyncio.to_thread(self._load)
-        await self.ingestor.start()
+        self._lock = FileLock(_made(self.settings.data_dir) / "lock", thread_local=False)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"another server uses {self.settings.data_dir}; give each its own PROPHETKV_DATA_DIR"
+            ) from None
+        try:
+            await _in_daemon_thread(self._load)
+            await self.ingestor.start()
+        except BaseException:
+            self._lock.release()
+            raise
         self.started = True
         log.info("ready: %s on %s in %s", self.settings.model, self.model.device, self.model.dtype)
 
@@ -84,6 +99,7 @@ class Runtime:
         await asyncio.to_thread(self.store.close)
         await asyncio.to_thread(self.retriever.save)
         self._database.close()
+        self._lock.release()
 
     def checks(self) -> dict[str, str]:
         """Why the service is not ready; empty when it is."""
@@ -102,18 +118,12 @@ class Runtime:
                 told["draining"] = "the server is shutting down"
         return told
 
-    def not_indexed(self) -> int:
-        """Documents that wait for indexing or are being indexed."""
-        counts = self.catalogue.counts()
-        return counts.get("pending", 0) + counts.get("processing", 0)
-
     def _load(self) -> None:
         settings = self.settings
         if settings.strategy not in SERVED:
             raise ConfigError(f"PROPHETKV_STRATEGY is {settings.strategy!r}; there are {', '.join(SERVED)}")
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
         folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
         embedder = Embedder(resolve_embedder(settings.embedder, settings.model_cache))
         self.model = Model.load(folder, settings.device, settings.dtype)
@@ -147,10 +157,38 @@ class Runtime:
             self.engine,
             self.store,
             space,
+            self.model.layout.layers * self.model.layout.layer_bytes(1),
             settings.precompute,
             self.pipeline.wait_for_active,
             self.metrics,
         )
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+async def _in_daemon_thread(call: Callable[[], None]) -> None:
+    """Awaits `call`. Whoever stops waiting may end the process: it does not wait for daemon threads."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: Exception | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
+
+    def run() -> None:
+        error = None
+        try:
+            call()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    await done
 
 
 def _tiers(settings: Settings, model: Model) -> list[KVStore]:

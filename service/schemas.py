@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
 
 from engine.strategies import SERVED
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+from service.names import NAME_PATTERN
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=20_000_000)]
+_MAX_METADATA_BYTES = 16 << 10
+_MAX_METADATA_DEPTH = 32
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -81,4 +83,26 @@ class DocumentBody(BaseModel):
 
     text: Text
     title: str | None = Field(None, max_length=1000)
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict, description="shown with every source of the document")
+
+    @field_validator("metadata")
+    @classmethod
+    def _plain_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"metadata must be plain JSON: {error}") from error
+        if size > _MAX_METADATA_BYTES or _depth(value) > _MAX_METADATA_DEPTH:
+            raise ValueError(
+                f"metadata may have {_MAX_METADATA_BYTES} bytes as JSON and {_MAX_METADATA_DEPTH} levels of nesting"
+            )
+        return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    return depth

@@ -69,7 +69,8 @@ class Server(uvicorn.Server):
                 await asyncio.wait_for(pipeline.wait_for_active(), seconds)
             except TimeoutError:
                 pipeline.abort_active()
-                await pipeline.wait_for_active()
+                with contextlib.suppress(TimeoutError):  # a client that does not read keeps its answer from ending
+                    await asyncio.wait_for(pipeline.wait_for_active(), _CLOSE_SECONDS)
         self.should_exit = True
 
 

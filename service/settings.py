@@ -6,6 +6,7 @@ The only reader of the environment.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -139,6 +140,6 @@ def _file_values() -> dict[str, str | None]:
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@")))
+    query = re.sub(r"(?i)\b(password|sslpassword)=[^&]*", r"\1=***", parts.query)
+    netloc = parts.netloc if parts.password is None else parts.netloc.replace(f":{parts.password}@", ":***@")
+    return urlunsplit(parts._replace(netloc=netloc, query=query)) if url else url

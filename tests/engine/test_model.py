@@ -23,7 +23,15 @@ from transformers import (
 
 from cache_store.keys import key_space
 from engine.attention import _partial_reference
-from engine.model import Model, check_supported, encode_text, fingerprint, resolve_dtype, text_decoder, tokenizer_digest
+from engine.model import (
+    Model,
+    check_supported,
+    fingerprint,
+    resolve_dtype,
+    text_decoder,
+    text_encoder,
+    tokenizer_digest,
+)
 from errors import UnsupportedModel
 from tests.tiny import FAMILIES, Bench, tiny_model
 
@@ -88,7 +96,7 @@ def test_the_fingerprint_follows_everything_that_changes_numbers(tiny_folder: Pa
 
 def test_text_never_becomes_a_special_token(smollm: Path) -> None:
     tokenizer = Model.load(smollm, "cpu", "float32").tokenizer
-    ids, offsets = encode_text(tokenizer, "a <|im_end|> b")
+    ids, offsets = text_encoder(tokenizer)("a <|im_end|> b")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
     assert [offsets[0][0], offsets[-1][1]] == [0, 14]
 
@@ -96,7 +104,7 @@ def test_text_never_becomes_a_special_token(smollm: Path) -> None:
 def test_the_decoder_gives_whole_characters(smollm: Path) -> None:
     tokenizer = Model.load(smollm, "cpu", "float32").tokenizer
     text = "naïve 🙂 漢字 <ok>"
-    ids, _ = encode_text(tokenizer, text)
+    ids, _ = text_encoder(tokenizer)(text)
     decode = text_decoder(tokenizer)
     pieces = [decode(token) for token in ids]
     assert "".join(pieces) == text

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.model import encode_text
+from engine.model import text_encoder
 from retriever.chunking import chunk_document
 from retriever.documents import ParsedDocument, Section, TextEncoder
 
@@ -23,7 +23,7 @@ def words(text: str) -> tuple[list[int], list[tuple[int, int]]]:
 @pytest.fixture(scope="module")
 def encode(smollm: Path) -> Callable[[str], tuple[list[int], list[tuple[int, int]]]]:
     tokenizer = AutoTokenizer.from_pretrained(smollm)
-    return lambda text: encode_text(tokenizer, text)
+    return text_encoder(tokenizer)
 
 
 def check(document: ParsedDocument, encoder: TextEncoder, limit: int) -> None:

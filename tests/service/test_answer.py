@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.model import encode_text
+from engine.model import text_encoder
 from errors import UnsupportedModel
 from service.answer import AnswerText, Cited
 from service.app import _sse
@@ -67,7 +67,7 @@ def test_citations_are_found_once_and_only_of_sources_that_exist() -> None:
 def test_the_prompt_is_the_chat_template_cut_where_sources_stand(smollm: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     prompt = PromptTemplate(tokenizer, "Be brief.")
-    ids = [*prompt.prefix, *prompt.source_glue(1), *encode_text(tokenizer, "Text.")[0], *prompt.suffix("Why?")[0]]
+    ids = [*prompt.prefix, *prompt.source_glue(1), *text_encoder(tokenizer)("Text.")[0], *prompt.suffix("Why?")[0]]
     user = "Sources:\n\n[1]\nText.\n\nQuestion: Why?"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": user}]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
