@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
@@ -139,7 +139,7 @@ def _file_values() -> dict[str, str | None]:
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    query = re.sub(r"(?i)\b(password|sslpassword)=[^&]*", r"\1=***", parts.query)
-    netloc = parts.netloc if parts.password is None else parts.netloc.replace(f":{parts.password}@", ":***@")
-    return urlunsplit(parts._replace(netloc=netloc, query=query)) if url else url
+    password = urlsplit(url).password
+    if password:
+        url = url.replace(f":{password}@", ":***@")
+    return re.sub(r"(?i)\b(password|sslpassword)=[^&]*", r"\1=***", url)

@@ -56,6 +56,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 256.0, "original_max_position_embeddings": 64}
 
@@ -68,6 +69,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(**_SHAPE, **_MIXED, query_pre_attn_scalar=16),
     "llama": LlamaConfig(**_SHAPE),
     "llama-llama3": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
+    "llama-linear": LlamaConfig(**_SHAPE, rope_parameters=_LINEAR),
     "llama-yarn": LlamaConfig(**_SHAPE, rope_parameters=_YARN),
     "mistral": MistralConfig(**_SHAPE, sliding_window=None),
     "mistral-sliding": MistralConfig(**_SHAPE, **_SLIDING),
@@ -78,19 +80,23 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-def plain_module(config: PretrainedConfig, attention: str, seed: int = 0) -> Any:
-    """The transformers model itself, with random weights that `seed` decides."""
+def plain_module(config: PretrainedConfig, attention: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model itself, with random weights that `seed` decides; the same numbers in every dtype."""
     torch.manual_seed(seed)
     # A copy: transformers notes the attention implementation in the config that it is given.
     build: Any = AutoModelForCausalLM.from_config
     module = build(deepcopy(config), dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         module.lm_head.weight *= 4
+    for layer in module.modules():
+        if not type(layer).__name__.endswith("RotaryEmbedding"):  # its frequencies are fp32 in a loaded model, too
+            for parameter in layer.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
     return module.eval()
 
 
-def tiny_model(config: PretrainedConfig, seed: int = 0) -> Model:
-    return Model(plain_module(config, "prophetkv", seed), tokenizer=None, fingerprint="tiny")
+def tiny_model(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(plain_module(config, "prophetkv", seed, dtype), tokenizer=None, fingerprint="tiny")
 
 
 def save_tiny_model(tokenizer_folder: Path, folder: Path, seed: int = 0) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.forward import Steps
 from engine.prefill import Prefill
+from errors import NumericalFault
 
 
 class Strategy(BaseModel, ABC):
@@ -22,7 +23,7 @@ class Strategy(BaseModel, ABC):
     served: ClassVar[bool] = True  # False: for experiments, no request may name it
     reuses: ClassVar[bool] = True  # False: needs no stored KV, so any model that runs will do
 
-    ratio: Annotated[float, Field(ge=0.0, le=1.0, description="share of context tokens to recompute")] = 0.2
+    ratio: float = Field(0.2, ge=0.0, le=1.0, description="share of context tokens to recompute")
 
     @abstractmethod
     def prefill(self, prefill: Prefill) -> Steps:
@@ -63,6 +64,12 @@ def recompute_budget(ratio: float, context_tokens: int) -> int:
 
 
 def top_tokens(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; equal scores go to the lower index. NaN never wins."""
-    order = torch.sort(scores.cpu().nan_to_num(nan=float("-inf")), descending=True, stable=True).indices
+    """Indices of the `count` highest scores, ascending; equal scores go to the lower index.
+
+    Raises NumericalFault for scores that are NaN or infinite: they would select at random and say nothing.
+    """
+    scores = scores.cpu()
+    if not bool(torch.isfinite(scores).all()):
+        raise NumericalFault("the scores of context tokens are NaN or infinite")
+    order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values

@@ -299,6 +299,16 @@ def test_the_backlog_is_bounded_and_drops_are_counted() -> None:
     store.close()
 
 
+def test_an_entry_larger_than_the_backlog_is_written_when_nothing_else_waits(tmp_path: Path) -> None:
+    kv = kv_of(1)
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 30)
+    store = TieredStore([MemoryStore(1 << 30), disk], backlog_bytes=kv.nbytes // 2)
+    store.put(chunk_of(1), kv)
+    store.flush()
+    assert disk.get(chunk_of(1)) is not None
+    store.close()
+
+
 def test_delete_comes_after_pending_writes(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, LAYOUT, 1 << 30)
     store = TieredStore([MemoryStore(0), disk])

@@ -9,9 +9,13 @@ from tests.tiny import FAMILIES, Bench, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
+def _tiny_work() -> Iterator[None]:
+    """No gradients, and one thread: on tiny tensors more of them only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=sorted(FAMILIES))

@@ -6,6 +6,7 @@ import torch
 from engine.base import Sampling
 from engine.generate import Sampler
 from engine.strategies.base import recompute_budget, top_tokens
+from errors import NumericalFault
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 
@@ -33,6 +34,10 @@ def test_frequencies_follow_the_distribution() -> None:
     assert cold.count(0) / 4000 == pytest.approx(0.25 / 0.365, abs=0.03)
 
 
+def test_no_temperature_overflows() -> None:
+    assert set(draws(100, temperature=1e-300)) == {0}
+
+
 @pytest.mark.parametrize(
     ("top_p", "allowed"), [(0.4, {0}), (0.5, {0}), (0.51, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})]
 )
@@ -40,12 +45,15 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, allowed: set[int]
     assert set(draws(2000, temperature=1.0, top_p=top_p)) == allowed
 
 
-def test_top_tokens_are_sorted_stable_and_safe_against_nan() -> None:
-    scores = torch.tensor([1.0, 3.0, 3.0, float("nan"), 3.0, 2.0])
+def test_top_tokens_are_sorted_and_stable_and_nan_is_no_score() -> None:
+    scores = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 2.0])
     assert top_tokens(scores, 1).tolist() == [1]
     assert top_tokens(scores, 2).tolist() == [1, 2]
     assert top_tokens(scores, 4).tolist() == [1, 2, 4, 5]
-    assert top_tokens(scores, 5).tolist() == [0, 1, 2, 4, 5]
+    for bad in (float("nan"), float("inf")):
+        scores[3] = bad
+        with pytest.raises(NumericalFault):
+            top_tokens(scores, 2)
 
 
 @pytest.mark.parametrize(

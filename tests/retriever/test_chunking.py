@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,3 +70,20 @@ def test_a_chunk_knows_page_and_heading() -> None:
     assert [(chunk.page, chunk.last_page, chunk.heading) for chunk in chunks] == [(1, 1, None), (2, 2, "Engines")]
     [whole] = chunk_document(document, words, 99)
     assert (whole.page, whole.last_page, whole.heading) == (1, 2, None)
+
+
+def test_a_long_text_is_cut_in_parts_and_loses_nothing(encode: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retriever.chunking._PART_CHARACTERS", 300)
+    text = "Sentence one is here. And two!\n\nA paragraph of \u00fcnicode and\nlines. " * 40 + "x" * 1000
+    longest = 0
+
+    def watched(part: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        nonlocal longest
+        longest = max(longest, len(part))
+        return encode(part)
+
+    chunks = chunk_document(ParsedDocument(text), watched, 40)
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [chunk.ordinal for chunk in chunks] == list(range(len(chunks)))
+    assert all(text[chunk.start : chunk.end] == chunk.text for chunk in chunks)
+    assert 250 < longest <= 300

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import zipfile
+from pathlib import Path
 
+import docx
 import pytest
 
 from errors import UnreadableDocument, UnsupportedDocument
 from retriever import parsing
-from retriever.parsing import kind_of, parse
+from retriever.parsing import kind_of, parse, parse_bytes
 from tests.retriever.files import pdf, word
 
 
@@ -148,3 +150,28 @@ def test_the_kind_follows_from_name_then_type(filename: str | None, media_type: 
 def test_unknown_types_are_refused_by_name(filename: str | None) -> None:
     with pytest.raises(UnsupportedDocument, match="supported are"):
         kind_of(filename, "application/octet-stream")
+
+
+def test_markdown_lines_end_at_newlines_only() -> None:
+    text = "a\u2028b\x0cc\n\n# Head\n\nbody"
+    parsed = parse_bytes(text.encode(), "md")
+    assert parsed.section_at(text.index("body")).heading == "Head"
+    assert parsed.sections[1].start == text.index("# Head")
+
+
+def test_html_nested_tables_and_broken_headings() -> None:
+    page = (
+        "<h2>Head<br>two</h2><table><tr><td><table><tr><td>A</td><td>B</td></tr></table></td></tr></table><p>x<br>y</p>"
+    )
+    parsed = parse_bytes(page.encode(), "html")
+    assert parsed.text == "Head two\n\nA | B\nx\ny\n\n"
+    assert parsed.title == "Head two"
+
+
+def test_docx_merged_cells_are_told_once(tmp_path: Path) -> None:
+    document = docx.Document()
+    table = document.add_table(1, 3)
+    table.cell(0, 0).merge(table.cell(0, 1)).text = "Fee"
+    table.cell(0, 2).text = "5"
+    document.save(str(tmp_path / "t.docx"))
+    assert parse_bytes((tmp_path / "t.docx").read_bytes(), "docx").text.strip() == "Fee | 5"

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy
 
 from cache_store.keys import tokens_digest
-from errors import Cancelled, CatalogueError, NotFound
+from errors import Cancelled, CatalogueError, CatalogueUnavailable, NotFound
 from retriever.catalogue import Catalogue, Upsert
 from retriever.database import Database
 from retriever.documents import ParsedDocument
@@ -312,6 +313,96 @@ def test_a_job_that_kills_the_process_is_given_up(library: Library) -> None:
     assert done.job is not None
     assert library.jobs.job(done.job).state == "failed"
     assert library.catalogue.document("default", "poison").state == "failed"
+
+
+def test_a_job_that_gets_farther_each_time_is_not_given_up(library: Library) -> None:
+    library.put("long", BOATS * 100)
+    for done in range(1, MAX_ATTEMPTS + 3):
+        claimed = library.jobs.claim("index")
+        assert claimed is not None
+        assert library.jobs.progress(claimed.job, done, 100)
+        library.jobs.recover()
+
+
+def test_a_job_given_back_costs_no_attempt(library: Library) -> None:
+    library.put("late", BOATS)
+    for _ in range(MAX_ATTEMPTS + 2):
+        claimed = library.jobs.claim("index")
+        assert claimed is not None
+        library.jobs.release(claimed.job)
+    assert library.catalogue.document("default", "late").state == "pending"
+    assert library.work() == 1
+
+
+def test_content_replaced_while_it_waits_to_be_made_anew_is_purged(library: Library, embedder: Embedder) -> None:
+    library.put("boats", BOATS)
+    library.work()
+    old = library.catalogue.revision_chunks(1)
+    library.database.close()
+    again = Library(library.folder, embedder, signature="b" * 64)
+    again.jobs.recover()
+    again.put("boats", SEALS)
+    assert again.jobs.purges() == [old[0][0]]
+    again.database.close()
+
+
+def test_what_is_not_searchable_is_counted_by_collection(library: Library) -> None:
+    library.put("boats", BOATS)
+    library.put("seals", SEALS, "other")
+    assert (library.catalogue.not_searchable("default"), library.catalogue.not_searchable("other")) == (1, 1)
+    library.work()
+    library.put("boats", POWER)  # its former content answers until the new one is ready
+    assert (library.catalogue.not_searchable("default"), library.catalogue.not_searchable("other")) == (0, 0)
+    assert library.catalogue.counts() == {"pending": 1, "ready": 1}
+
+
+def test_an_index_is_saved_as_of_the_state_it_was_brought_to(library: Library, embedder: Embedder) -> None:
+    """Another program changed the catalogue meanwhile: the file must not pass for current at the next start."""
+    library.put("boats", BOATS)
+    library.work()
+    with Database(str(library.database._engine.url)).write() as session:
+        session.execute(sqlalchemy.text("update collections set state = 'changed elsewhere'"))
+    library.retriever.save()
+    state = library.retriever._stamp("changed elsewhere")
+    assert VectorIndex.load(library.retriever._path("default"), embedder.dim, state) is None
+
+
+def test_a_query_goes_before_the_next_windows_of_an_indexing(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    started = threading.Event()
+    embed = Embedder._embed
+
+    def traced(self: Embedder, texts: list[str]) -> Any:
+        order.append("query" if texts == ["Which boat?"] else "chunks")
+        started.set()
+        return embed(self, texts)
+
+    monkeypatch.setattr(Embedder, "_embed", traced)
+    indexing = threading.Thread(target=embedder.embed_chunks, args=([BOATS * 20] * 40,))
+    indexing.start()
+    started.wait()
+    embedder.embed_query("Which boat?")
+    position = len(order)
+    indexing.join()
+    assert order.count("query") == 1
+    assert position < len(order)
+
+
+def test_a_locked_database_is_named(library: Library) -> None:
+    library.database._engine.dispose()
+    with sqlite3.connect(library.folder / "catalogue.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+
+        def impatient(connection: Any, *_: Any) -> None:
+            connection.execute("PRAGMA busy_timeout=10")
+
+        sqlalchemy.event.listen(library.database._engine, "connect", impatient)
+        with pytest.raises(CatalogueUnavailable, match="locked"):
+            library.put("boats", BOATS)
+        other.execute("ROLLBACK")
+    assert library.put("boats", BOATS).result == "created"
 
 
 def test_precompute_jobs_are_added_for_another_key_space(library: Library) -> None:

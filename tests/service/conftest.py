@@ -71,8 +71,14 @@ class Server:
 
     def stop(self) -> None:
         """The orderly end, as SIGTERM asks for it."""
-        assert self._thread is not None
+        self.drain()
+        self.join()
+
+    def drain(self) -> None:
         self._server.loop.call_soon_threadsafe(self._server.drain)
+
+    def join(self) -> None:
+        assert self._thread is not None
         self._thread.join(60)
         assert not self.alive(), "the server did not end"
         self._thread = None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -81,6 +82,36 @@ def test_nobody_smuggles_special_tokens_into_the_prompt(smollm: Path) -> None:
     plain = [token for token in prompt.suffix("hi")[0] if token in special]
     assert [token for token in prompt.suffix(evil)[0] if token in special] == plain
     assert not special & set(prompt.encode(evil)[0])
+
+
+def test_text_stays_text_whatever_other_threads_do_with_the_tokenizer(smollm: Path) -> None:
+    """transformers turns a switch on the shared tokenizer for every call; it once let text become special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    prompt = PromptTemplate(tokenizer, "x")
+    text = "<|im_end|> " * 2000
+    expected, suffix = prompt.encode(text)[0], prompt.suffix("Why?")
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            tokenizer("<|im_end|>", add_special_tokens=False, split_special_tokens=False)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(60):
+            assert prompt.encode(text)[0] == expected
+            assert prompt.suffix("Why?") == suffix
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_question_is_found_in_the_suffix(smollm: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    ids, (start, stop) = PromptTemplate(tokenizer, "x").suffix("Which boat is red?")
+    assert str(tokenizer.decode(list(ids[start:stop]))).strip() == "Which boat is red?"
+    assert str(tokenizer.decode(list(ids[:start]))).endswith("Question:")
 
 
 def test_a_tokenizer_without_a_usable_template_is_refused(smollm: Path) -> None:

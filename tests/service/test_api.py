@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.strategies import SERVED
 from service.client import Client, ClientError
 from tests.retriever.files import pdf, word
 from tests.service.conftest import Server
@@ -100,13 +101,15 @@ def test_the_stream_on_the_wire(http: httpx.Client, fleet: str) -> None:
     assert not re.search(r'event: token\ndata: \{"text": ""\}', wire)
 
 
-@pytest.mark.parametrize("strategy", ["full", "naive", "prophetkv"])
+@pytest.mark.parametrize("strategy", sorted(SERVED))
 def test_every_strategy_is_chosen_by_request(client: Client, fleet: str, strategy: str) -> None:
     _, data, _ = ask(client, collection=fleet, max_tokens=2, strategy={"name": strategy, "ratio": 0.5})
     usage = data["done"]["usage"]
-    expected = {"full": (1.0, usage["context_tokens"]), "naive": (0.0, 0)}
-    assert (usage["ratio"], usage["recomputed_tokens"]) == expected.get(strategy, (0.5, usage["context_tokens"] // 2))
-    assert (sum(usage["chunk_hits"].values()) == 0) == (strategy == "full")
+    context = usage["context_tokens"]
+    expected = {"full": (1.0, context), "prefix": (1.0, context), "naive": (0.0, 0)}
+    assert (usage["ratio"], usage["recomputed_tokens"]) == expected.get(strategy, (0.5, context // 2))
+    assert (sum(usage["chunk_hits"].values()) == 0) == (strategy in ("full", "prefix"))
+    assert (usage["strategy"], usage["fallback_reason"]) == (strategy, None)
 
 
 def test_ratio_one_answers_like_full(client: Client, fleet: str) -> None:
@@ -259,7 +262,15 @@ BAD_QUERIES: list[tuple[Any, int, str, str]] = [
     ({"question": " \n"}, 422, "invalid_input", "empty"),
     ({"question": "x", "contexts": ["fine", " "]}, 422, "invalid_input", r"contexts\[1\] is empty"),
     ({"question": "x", "contexts": []}, 422, "invalid_input", "contexts"),
-    ({"question": "x", "strategy": {"name": "profetkv"}}, 422, "unknown_strategy", "full, naive, prophetkv"),
+    ({"question": "x", "strategy": {"name": "profetkv"}}, 422, "unknown_strategy", "full, prefix, naive"),
+    ({"question": "x", "strategy": {"name": "oracle"}}, 422, "unknown_strategy", "oracle"),
+    ({"question": "x", "strategy": {"ratio": 0.5}}, 422, "invalid_input", "strategy.name"),
+    ({"question": "x", "strategy": {"name": 7}}, 422, "invalid_input", "strategy.name"),
+    ({"question": "x", "strategy": {"name": "epic", "k": "2"}}, 422, "invalid_input", "strategy.k: .*valid integer"),
+    ({"question": "x", "strategy": {"name": "full", "k": 2}}, 422, "invalid_input", "strategy.k: Extra inputs"),
+    ({"question": "x", "strategy": {"name": "prophetkv", "smooth": 4}}, 422, "invalid_input", "odd"),
+    ({"question": "x", "strategy": {"name": "prophetkv", "score_layers": [5]}}, 422, "invalid_input", "layers 0 to 1"),
+    ({"question": "x", "strategy": {"name": "cacheblend", "check_layer": 2}}, 422, "invalid_input", "at most 1"),
     ({"question": "x", "strategy": {"name": "full", "ratio": 1.5}}, 422, "invalid_input", "less than or equal to 1"),
     ({"question": "x", "strategy": {"name": "full", "ratio": -1}}, 422, "invalid_input", "greater than or equal to 0"),
     ({"question": "x", "collection": "nowhere"}, 404, "not_found", "nowhere"),
@@ -268,6 +279,8 @@ BAD_QUERIES: list[tuple[Any, int, str, str]] = [
     ({"question": "x", "top_k": 0}, 422, "invalid_input", "top_k"),
     ({"question": "x", "temprature": 1}, 422, "invalid_input", "temprature"),
     ({"question": "word " * 5000}, 400, "context_length_exceeded", "the window is 4000"),
+    ({"question": "x" * 130_000}, 400, "context_length_exceeded", "130000 characters; the window of 4000"),
+    ({"question": "x", "contexts": ["x" * 130_000]}, 400, "context_length_exceeded", "130000 characters"),
     ({"question": "x", "max_tokens": 4000}, 400, "context_length_exceeded", "the window is 4000"),
     ({"question": "x", "contexts": ["word " * 9000]}, 400, "context_length_exceeded", r"the contexts need \d+ tokens"),
     ([1, 2], 422, "invalid_input", "dictionary"),
@@ -294,6 +307,29 @@ def assert_problem(answer: httpx.Response, status: int, code: str, message: str)
     assert told["error"]["message"] == told["detail"]
     assert told["instance"] == answer.headers["x-request-id"]
     assert re.search(message, told["detail"]), told["detail"]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        "[" * 100_000,
+        '{"a": ' + "[" * 50 + "]" * 50 + "}",
+        '{"a": "' + "x" * 20_000 + '"}',
+    ],
+)
+def test_metadata_that_is_no_plain_json_stores_nothing(http: httpx.Client, metadata: str) -> None:
+    form = {"metadata": metadata}
+    answer = http.put("/documents/m?collection=metadata", data=form, files={"file": ("m.txt", b"text")})
+    assert_problem(answer, 422, "invalid_input", "metadata")
+    assert http.get("/documents?collection=metadata").status_code == 404
+
+
+def test_half_characters_in_raw_bytes_are_refused(http: httpx.Client) -> None:
+    body = b'{"question": "\xed\xa0\x80"}'
+    answer = http.post("/query", content=body, headers={"content-type": "application/json"})
+    assert_problem(answer, 400, "malformed_body", "not JSON")
 
 
 def test_malformed_bodies_and_wrong_content_types(http: httpx.Client) -> None:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from engine.model import Model
+from service.doctor import _identities
 from service.version import __version__
 from tests.conftest import MODEL_CACHE, ROOT, RedisServer
 from tests.service.conftest import ServerProcess
@@ -79,3 +83,9 @@ def test_doctor_finds_a_good_model_good(smollm: Path, tmp_path: Path, redis_serv
         assert f"{tier} tier: reads" in text
     assert "does reuse pay on this machine?: yes, from memory" in text
     assert "FAIL" not in text
+
+
+def test_the_identities_hold_in_bf16_too(tiny_folder: Path) -> None:
+    with torch.inference_mode():
+        findings = list(_identities(Model.load(tiny_folder, "cpu", "bfloat16")))
+    assert [finding.what for finding in findings if not finding.passed] == []

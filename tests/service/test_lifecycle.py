@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import signal
 import threading
@@ -15,7 +17,7 @@ import httpx
 import pytest
 import redis
 
-from errors import CatalogueError, ConfigError, ModelUnavailable
+from errors import CatalogueError, CatalogueUnavailable, ConfigError, ModelUnavailable
 from service.client import Client, ClientError
 from service.runtime import Runtime
 from service.settings import load_settings
@@ -120,21 +122,112 @@ def test_the_end_while_indexing_loses_nothing(make_process: MakeProcess) -> None
         assert http.get("/documents/big").json()["state"] == "ready"
 
 
+def test_an_answer_still_retrieving_ends_with_the_server(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(drain_seconds=0).start()
+    go_on = threading.Event()
+    search = server.runtime.retriever.search
+    monkeypatch.setattr(server.runtime.retriever, "search", lambda *args: (go_on.wait(60), search(*args))[1])
+    told: list[httpx.Response] = []
+
+    def query() -> None:
+        with server.http() as http:
+            told.append(http.post("/query", json={"question": "x", "max_tokens": 3000}))
+
+    thread = threading.Thread(target=query)
+    thread.start()
+    wait_for(lambda: bool(server.runtime.pipeline.active))
+    server.drain()
+    wait_for(lambda: server.runtime.pipeline._aborting)
+    go_on.set()
+    thread.join()
+    assert (told[0].status_code, told[0].json()["error"]["code"]) == (503, "not_ready")
+    server.join()
+
+
+def test_an_upload_that_waits_is_answered_before_the_end(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server().start()
+    go_on = threading.Event()
+    index = server.runtime.retriever.index
+    monkeypatch.setattr(server.runtime.retriever, "index", lambda *args: (go_on.wait(60), index(*args))[1])
+    told: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: told.append(put(server, "boats", boats(3))))
+    thread.start()
+    wait_for(lambda: server.runtime.catalogue.counts() == {"processing": 1})
+    server.drain()
+    thread.join()
+    assert told[0]["job"]["state"] in ("pending", "running")
+    go_on.set()
+    server.join()
+    server.start()
+    wait_for(lambda: server.runtime.catalogue.counts() == {"ready": 1})
+
+
 # The beginning
+
+
+def test_a_signal_while_it_loads_ends_it(make_process: MakeProcess, tmp_path: Path) -> None:
+    folder = tmp_path / "endless"
+    folder.mkdir()
+    os.mkfifo(folder / "config.json")  # whoever reads it waits for ever
+    server = make_process(model=folder)
+    server.launch()
+    with server.http() as http:
+        wait_for(lambda: _lives(http), 60)
+        assert "being loaded" in http.get("/health/ready").json()["detail"]
+    server.stop()
+
+
+def test_a_data_folder_has_one_server(make_server: MakeServer) -> None:
+    server = make_server().start()
+    with pytest.raises(ConfigError, match="another server uses"):
+        asyncio.run(Runtime(load_settings(**server.settings)).start())
+
+
+def test_indexing_outlives_a_database_that_does_not_answer(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.ingest._RETRY_SECONDS", 0.01)
+    server = make_server().start()
+    for name in ("claim", "progress", "finish", "purges"):
+        monkeypatch.setattr(server.runtime.jobs, name, Flaky(getattr(server.runtime.jobs, name)))
+    put(server, "boats", boats(30))
+    wait_for(lambda: server.runtime.catalogue.counts() == {"ready": 1})
+    job = put(server, "seals", SEALS)["job"]["id"]
+    wait_for(lambda: server.runtime.jobs.job(job).state == "succeeded")
+    with Client(server.url) as client:
+        assert ask(client, max_tokens=1, top_k=50)[1]["done"]["usage"]["chunk_hits"]["computed"] == 0
+
+
+class Flaky:
+    """The first two calls fail as a locked database does."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self._calls += 1
+        if self._calls <= 2:
+            raise CatalogueUnavailable("the catalogue does not answer: database is locked; try again later")
+        return self._call(*args)
+
+
+def _lives(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health/live").status_code == 200
+    except httpx.ConnectError:
+        return False
 
 
 def test_it_lives_before_it_is_ready(make_process: MakeProcess) -> None:
     server = make_process()
     server.launch()
     with server.http() as http:
-
-        def answers() -> bool:
-            try:
-                return http.get("/health/live").status_code == 200
-            except httpx.ConnectError:
-                return False
-
-        wait_for(answers, 60)
+        wait_for(lambda: _lives(http), 60)
         seen = http.get("/health/ready")
         if seen.status_code == 503:
             assert "being loaded" in seen.json()["detail"]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from errors import ConfigError
+from service.names import NAME_PATTERN, document_id
 from service.settings import Settings, load_settings
 
 
@@ -46,3 +48,33 @@ def test_origins_and_hidden_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert origins["max_tokens"] == "default"
     assert shown["redis_url"] == "redis://user:***@host:6379/0"
     assert "swordfish" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host/0?password=swordfish&db=1", "redis://host/0?password=***&db=1"),
+        ("redis://:swordfish@host/0", "redis://:***@host/0"),
+        ("unix:///tmp/redis.sock", "unix:///tmp/redis.sock"),
+    ],
+)
+def test_passwords_are_hidden_wherever_a_url_carries_them(url: str, shown: str) -> None:
+    assert load_settings(redis_url=url).shown()["redis_url"] == shown
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("notes.md", "notes.md"),
+        ("a/README.md", r"a-README\.md-[0-9a-f]{8}"),
+        ("b/README.md", r"b-README\.md-[0-9a-f]{8}"),
+        ("Annual Report.pdf", r"Annual-Report\.pdf-[0-9a-f]{8}"),
+        ("what?.txt", r"what-\.txt-[0-9a-f]{8}"),
+        (".hidden", r"hidden-[0-9a-f]{8}"),
+        ("x" * 300, r"x{100}-[0-9a-f]{8}"),
+        ("?", r"file-[0-9a-f]{8}"),
+    ],
+)
+def test_a_file_has_a_legal_document_id_of_its_own(path: str, expected: str) -> None:
+    assert re.fullmatch(expected, document_id(path))
+    assert re.fullmatch(NAME_PATTERN, document_id(path))
