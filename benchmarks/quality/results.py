@@ -87,7 +87,7 @@ class ResultFile:
         """Adds a record; it is on the disk when this returns. Raises ConfigError when it is there already."""
         if record.key in self._keys:
             raise ConfigError(f"the results already hold {record.key}")
-        _append(self._descriptor, asdict(record))
+        _append(self._descriptor, _line(asdict(record)))
         self._keys.add(record.key)
 
 
@@ -105,14 +105,18 @@ def open_results(path: Path, settings: Mapping[str, Any]) -> Iterator[ResultFile
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another process is writing to {path}") from error
-        whole = _whole_lines(path.read_bytes())
-        os.truncate(descriptor, len(whole))
+        content = path.read_bytes()
+        whole = _whole_lines(content)
+        first = _line({"settings": settings})
+        records: list[Record] = []
         if whole:
             stored, records = _parse(path, whole)
-            _check_settings(path, stored, json.loads(json.dumps(settings)))
-        else:
-            records = []
-            _append(descriptor, {"settings": settings})
+            _check_settings(path, stored, json.loads(first)["settings"])
+        elif not first.startswith(content):
+            raise InvalidInput(f"{path} holds no run")
+        os.truncate(descriptor, len(whole))  # only now: what is no run's file stays as it is
+        if not whole:
+            _append(descriptor, first)
         yield ResultFile(descriptor, records)
     finally:
         os.close(descriptor)
@@ -132,9 +136,12 @@ def _whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _append(descriptor: int, line: Mapping[str, Any]) -> None:
-    data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    if os.write(descriptor, data) != len(data):
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    if os.write(descriptor, line) != len(line):
         raise ConfigError("the disk took only a part of a result; make room and start the run again")
     os.fsync(descriptor)
 

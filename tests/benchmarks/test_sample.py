@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ SAMPLE = Sample(
     answers=("answer",),
     max_tokens=8,
 )
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "suite": "other",
     "task": "other",
     "index": 1,
