@@ -174,7 +174,7 @@ def frequent_words(chance: Random, length: int) -> Draft:
 
 def question_answering(source: QuestionSet, number: int, chance: Random) -> Draft:
     """Question `number` of a set, the documents that answer it, and others to distract, the related ones first."""
-    question = source.questions[number % len(source.questions)]
+    question = source.questions[number]
     related = list(question.related)
     taken = {*question.gold, *related}
     others = [index for index in range(len(source.documents)) if index not in taken]
