@@ -1,0 +1,67 @@
+"""How sure a difference is: paired bootstrap intervals, and the share of the possible gain that a method has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# With five pairs, all of one sign, a two-sided sign test is at 0.06: no interval makes fewer than six a finding.
+LEAST_PAIRS = 6
+# A span of less between no context and full prefill (5 points of 100) is too little to measure a share of.
+LEAST_SPAN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its bootstrap interval, over `pairs` paired prompts. The unit is that of the scores."""
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def is_clear(self) -> bool:
+        """The sign of the mean may be claimed: the interval excludes 0, on enough pairs."""
+        return self.pairs >= LEAST_PAIRS and (self.low > 0 or self.high < 0)
+
+
+def mean_interval(
+    strata: Sequence[Sequence[float]], *, level: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> Interval:
+    """The mean over strata (tasks) of the mean in each, with the percentile bootstrap interval.
+
+    Prompts are drawn again within their stratum, so that each task weighs the same however many prompts it has. The
+    same seed gives the same interval. Raises ValueError when a stratum is empty or there is none.
+    """
+    if not strata or not all(len(stratum) for stratum in strata):
+        raise ValueError("every stratum needs at least one value")
+    chance = np.random.default_rng(seed)
+    values = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
+    means = np.mean([chance.choice(stratum, (draws, len(stratum))).mean(axis=1) for stratum in values], axis=0)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    mean = np.mean([stratum.mean() for stratum in values])
+    return Interval(float(mean), float(low), float(high), sum(map(len, values)))
+
+
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], *, level: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> Interval:
+    """The mean of a - b with its bootstrap interval; a[i] and b[i] are scores of the same prompt.
+
+    Raises ValueError when the lengths differ or are 0.
+    """
+    differences = [first - second for first, second in zip(a, b, strict=True)]
+    return mean_interval([differences], level=level, draws=draws, seed=seed)
+
+
+def recovered(method: float, floor: float, full: float) -> float | None:
+    """PGR, the performance gap recovered: (method - floor) / (full - floor) of mean scores from 0 to 1.
+
+    The floor is the score without context. 1 is as good as full prefill; it may lie outside 0..1. None where full
+    prefill is less than `LEAST_SPAN` above the floor: such a task tells nothing about reuse.
+    """
+    span = full - floor
+    return (method - floor) / span if span >= LEAST_SPAN else None
