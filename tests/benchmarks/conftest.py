@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.model import encode_text, load_tokenizer
+from engine.model import text_encoder, load_tokenizer
 from retriever.documents import TextEncoder
 
 
 @pytest.fixture(scope="session")
 def encode(smollm: Path) -> TextEncoder:
     """A real tokenizer."""
-    tokenizer = load_tokenizer(smollm)
-    return lambda text: encode_text(tokenizer, text)
+    return text_encoder(load_tokenizer(smollm))
