@@ -1,0 +1,46 @@
+"""`prophetkv bench`: what the service costs, measured on this machine. Imports nothing heavy until a command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.settings import load_settings
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+
+_STRATEGIES = "naive,epic,cacheblend,kvshare,prophetkv"
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps `ttft` a subcommand also while it is the only one."""
+
+
+@app.command()
+def ttft(
+    model: Annotated[str | None, typer.Option(help="manifest name, folder or hub id")] = None,
+    lengths: Annotated[str, typer.Option(help="context tokens, comma-separated")] = "1024,2048,4096",
+    ratios: Annotated[str, typer.Option(help="shares of context to recompute, comma-separated")] = "0.2",
+    strategies: Annotated[str, typer.Option(help="beside full, comma-separated")] = _STRATEGIES,
+    tier: Annotated[str, typer.Option(help="where chunk KV is kept: memory, disk or redis")] = "memory",
+    pairs: Annotated[int, typer.Option(min=1, help="measured rounds; one more warms up")] = 5,
+    eager: Annotated[bool, typer.Option(help="also the plain model with eager attention, as in the paper")] = False,
+    out: Annotated[Path, typer.Option(help="JSON; a table and plots go beside it")] = Path("docs/results/ttft.json"),
+) -> None:
+    """Time to first token of every strategy against a full prefill: interleaved, paired, warm."""
+    from benchmarks.ttft import Plan, measure, report
+
+    plan = Plan(
+        lengths=[int(length) for length in lengths.split(",")],
+        ratios=[float(ratio) for ratio in ratios.split(",")],
+        strategies=[name for name in strategies.split(",") if name],
+        tier=tier,
+        pairs=pairs,
+        eager=eager,
+    )
+    settings = load_settings(**({"model": model} if model else {}))
+    report(measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])), out)

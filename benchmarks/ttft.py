@@ -1,0 +1,281 @@
+"""Time to first token of every strategy against a full prefill, in one process: interleaved, paired, warm.
+
+Beside the times stand counters that do not depend on the machine: rows and attention pairs, floating point operations,
+bytes copied; and the speed-up that each of them alone would allow.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.report import conditions, paired_ratio, write
+from benchmarks.service import words
+from cache_store.base import Chunk, KVStore
+from cache_store.disk import DiskStore
+from cache_store.keys import chunk_key, tokens_digest
+from cache_store.memory import MemoryStore
+from cache_store.redis import RedisStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from engine.base import GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.encode import PrefixCache, encode_chunk
+from engine.generate import Throughput, generate
+from engine.model import Model, text_encoder
+from engine.strategies import STRATEGIES, Strategy
+from errors import InvalidInput
+from service.doctor import run_steps
+from service.models import resolve_language_model
+from service.settings import Settings
+
+PHASES = ("load", "assemble", "stage1", "select", "stage2", "first_token")
+CHUNK_TOKENS = 512
+SUFFIX_TOKENS = 64
+_IGNORE_RATIO = ("full", "prefix", "naive")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. `tier`: memory, disk or redis; `pairs`: rounds; `eager`: also the plain model in eager mode."""
+
+    lengths: list[int]
+    ratios: list[float]
+    strategies: list[str]
+    tier: str = "memory"
+    pairs: int = 5
+    eager: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """One request to its first token. Times in milliseconds, counters as in engine.base.Work, bytes copied."""
+
+    seconds: float
+    phases: dict[str, float]
+    counters: dict[str, int]
+
+
+def measure(settings: Settings, plan: Plan, command: str) -> dict[str, Any]:
+    """All lengths; see `report` for what becomes of the result."""
+    unknown = [name for name in plan.strategies if name not in STRATEGIES or name in ("full", "oracle")]
+    if unknown:
+        raise InvalidInput(f"cannot measure {', '.join(unknown)} against full", field="strategies")
+    folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
+    model = Model.load(folder, settings.device, settings.dtype)
+    told: dict[str, Any] = {
+        "command": command,
+        "model": settings.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "tier": plan.tier,
+        "suffix_tokens": SUFFIX_TOKENS,
+        "conditions": conditions(),
+        "lengths": [],
+    }
+    with torch.inference_mode():
+        for length in plan.lengths:
+            told["lengths"].append(measure_length(model, settings, plan, length))
+    return told
+
+
+def measure_length(model: Model, settings: Settings, plan: Plan, length: int) -> dict[str, Any]:
+    """One context length: the chunks are encoded once, then rounds of every method in turning order."""
+    prefixes = PrefixCache(model)
+    methods = list(_methods(plan))
+    runs: dict[str, list[Run]] = {name: [] for name, _ in methods}
+    plain: dict[str, list[float]] = {name: [] for name in (("sdpa", "eager") if plan.eager else ("sdpa",))}
+    with _store(settings, plan.tier, model) as store:
+        make = _request(model, length)
+        prefix = make(STRATEGIES["full"]()).prefix
+        source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
+        for part in make(STRATEGIES["full"]()).parts:
+            run_steps(source.load(part.chunk))
+        store.flush()
+        before = _resident()
+        growth = 0
+        for number in range(plan.pairs + 1):
+            turn = number % len(methods)
+            for name, strategy in methods[turn:] + methods[:turn]:
+                run = first_token(model, source, prefixes, make(strategy))
+                if number:  # the first round warms up
+                    runs[name].append(run)
+                growth = max(growth, _resident() - before)
+            for attention, times in plain.items():
+                start = time.perf_counter()
+                model.plain_logits(_ids(make(STRATEGIES["full"]())), attention)
+                if number:
+                    times.append(time.perf_counter() - start)
+    return _summed_up(model, length, methods, runs, plain, growth)
+
+
+def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, request: GenerateRequest) -> Run:
+    """Runs the request as the engine does, to its first token."""
+    gc.collect()
+    start = time.perf_counter()
+    for event in generate(model, source, prefixes, Throughput(), request):
+        if isinstance(event, Prefilled):
+            usage, timings = event.usage, event.timings
+        if isinstance(event, Token):
+            break
+    seconds = time.perf_counter() - start
+    phases = {name: timings.get(name, 0.0) for name in PHASES}
+    phases["first_token"] = seconds * 1000 - sum(phases.values())
+    counters = {
+        "rows": usage.work.rows,
+        "kv_rows": usage.work.kv_rows,
+        "pairs": usage.work.pairs,
+        "flops": model.flops(usage.work),
+        "bytes_copied": usage.bytes_copied,
+        "recomputed_tokens": usage.recomputed_tokens,
+    }
+    return Run(seconds, phases, counters)
+
+
+def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
+    yield "full", STRATEGIES["full"]()
+    for name in plan.strategies:
+        if name in _IGNORE_RATIO:
+            yield name, STRATEGIES[name]()
+            continue
+        for ratio in plan.ratios:
+            yield f"{name} {ratio:g}", STRATEGIES[name](ratio=ratio)
+
+
+def _request(model: Model, length: int) -> Callable[[Strategy], GenerateRequest]:
+    """Requests over one context of `length` tokens in chunks of 512, with a system prefix and a question."""
+    encoder = text_encoder(model.tokenizer)
+    ids = encoder(words(2 * length, length))[0][:length]
+    prefix = tuple(encoder("Answer from the sources.")[0])
+    glue = tuple(encoder("\n\n")[0])
+    suffix = tuple(encoder(words(200, 7))[0][:SUFFIX_TOKENS])
+    chunks = [tuple(ids[start : start + CHUNK_TOKENS]) for start in range(0, length, CHUNK_TOKENS)]
+    parts = tuple(Part(glue, Chunk(chunk_key("0" * 64, tokens_digest(chunk)), chunk)) for chunk in chunks)
+    return lambda strategy: GenerateRequest("bench", prefix, parts, suffix, strategy, Sampling(max_tokens=1))
+
+
+def _ids(request: GenerateRequest) -> torch.Tensor:
+    ids = [*request.prefix]
+    for part in request.parts:
+        ids += [*part.glue, *part.chunk.token_ids]
+    return torch.tensor([*ids, *request.suffix])
+
+
+@contextmanager
+def _store(settings: Settings, tier: str, model: Model) -> Iterator[TieredStore]:
+    """A store with an unused memory tier before the one that is measured."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.data_dir) as folder:
+        tiers: list[KVStore] = [MemoryStore((1 << 50) if tier == "memory" else 0)]
+        if tier == "disk":
+            tiers.append(DiskStore(Path(folder), model.layout, 1 << 50))
+        elif tier == "redis":
+            tiers.append(RedisStore(settings.redis_url, model.layout, settings.redis_timeout_ms / 1000))
+        elif tier != "memory":
+            raise InvalidInput(f"there is no tier {tier!r}", field="tier")
+        store = TieredStore(tiers, backlog_bytes=1 << 50)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def _resident() -> int:
+    """Bytes of the process's resident set now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _summed_up(
+    model: Model,
+    length: int,
+    methods: list[tuple[str, Strategy]],
+    runs: dict[str, list[Run]],
+    plain: dict[str, list[float]],
+    growth: int,
+) -> dict[str, Any]:
+    full = runs["full"]
+    told: dict[str, Any] = {
+        "context_tokens": length,
+        "kv_bytes": length * model.layout.layers * model.layout.layer_bytes(1),
+        "rss_growth_bytes": growth,
+        "plain": {name: round(median(times), 3) for name, times in plain.items()},
+        "full_against_plain_sdpa": paired_ratio(plain["sdpa"], [run.seconds for run in full]),
+        "methods": {},
+    }
+    base = full[0].counters
+    for name, strategy in methods:
+        counters = runs[name][0].counters
+        bounds = {
+            "rows": (base["rows"] + base["kv_rows"]) / (counters["rows"] + counters["kv_rows"]),
+            "pairs": base["pairs"] / counters["pairs"],
+            "flops": base["flops"] / counters["flops"],
+        }
+        told["methods"][name] = {
+            "strategy": strategy.name,
+            "ratio": None if strategy.name in _IGNORE_RATIO else strategy.ratio,
+            "ttft_s": round(median(run.seconds for run in runs[name]), 4),
+            "speed_up": paired_ratio([run.seconds for run in full], [run.seconds for run in runs[name]]),
+            "bounds": {what: round(value, 2) for what, value in bounds.items()},
+            "phases_ms": {phase: round(median(run.phases[phase] for run in runs[name]), 1) for phase in PHASES},
+            "counters": counters,
+        }
+    return told
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    """Writes the result as JSON to `out`, as a table beside it, and as plots when matplotlib is installed."""
+    write(out, result)
+    table = markdown(result)
+    out.with_suffix(".md").write_text(table)
+    print(table)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no plots: install the extra `bench`")
+        return
+    from benchmarks.plots import plot_phases, plot_speed_up
+
+    plot_phases(result, out.with_name(f"{out.stem}-phases.png"))
+    plot_speed_up(result, out.with_name(f"{out.stem}-speed-up.png"))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a table with its conditions."""
+    told = result["conditions"]
+    lines = [
+        f"# TTFT of {result['model']} in {result['dtype']}",
+        "",
+        f"`{result['command']}`, {told['cpu']} ({told['capability']}, {told['threads']} threads), {told['date']}, "
+        f"torch {told['torch']}, chunk KV in {result['tier']}, {result['suffix_tokens']} tokens behind the context. "
+        "Medians of interleaved rounds in one process with 95 % bootstrap intervals. Bounds: the speed-up by rows, by "
+        "attention pairs and by floating point operations.",
+        "",
+        "| context | method | TTFT s | full / method | by rows, pairs, FLOPs | stage I s | stage II s | recomputed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for length in result["lengths"]:
+        tokens = length["context_tokens"]
+        for name, method in length["methods"].items():
+            ratio, (low, high) = method["speed_up"]["ratio"], method["speed_up"]["interval"]
+            cells = [
+                f"{method['ttft_s']:.2f}",
+                f"{ratio:.2f} [{low:.2f}, {high:.2f}]",
+                ", ".join(f"{method['bounds'][what]:.2f}" for what in ("rows", "pairs", "flops")),
+                *(f"{method['phases_ms'][stage] / 1000:.2f}" for stage in ("stage1", "stage2")),
+                str(method["counters"]["recomputed_tokens"]),
+            ]
+            lines.append(f"| {tokens} | {name} | {' | '.join(cells)} |")
+        for name, seconds in length["plain"].items():
+            lines.append(f"| {tokens} | plain model, {name} | {seconds:.2f} | | | | | |")
+    return "\n".join(lines) + "\n"
