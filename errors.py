@@ -5,6 +5,7 @@ ProphetKVError
 │   ├── InvalidInput           a field has a value that cannot be served
 │   ├── PromptTooLong          question or contexts exceed the model's window
 │   ├── UnknownStrategy
+│   ├── ReuseRefused           reuse is not proven for the model: only a full prefill is served
 │   ├── NotFound               no such collection, document or job
 │   ├── UnsupportedDocument    the type is not one of those that can be parsed, or not what its name says
 │   ├── UnreadableDocument     empty, broken, encrypted or undecodable
@@ -52,6 +53,10 @@ class PromptTooLong(BadRequest):
 
 class UnknownStrategy(BadRequest):
     """No strategy of that name is registered."""
+
+
+class ReuseRefused(BadRequest):
+    """Reuse is not proven for the configured model; it is served by full prefill."""
 
 
 class NotFound(BadRequest):

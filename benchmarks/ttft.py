@@ -30,8 +30,9 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.decode import Throughput
 from engine.encode import PrefixCache, encode_chunk
-from engine.generate import Throughput, generate
+from engine.generate import generate
 from engine.model import Model, text_encoder
 from engine.strategies import STRATEGIES, Strategy
 from errors import InvalidInput

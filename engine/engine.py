@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable
 import torch
 
 from engine.base import EngineStats, Event, Finished, GenerateRequest, Prefilled, Request, Token
-from engine.generate import EventSteps
+from engine.decode import EventSteps
 from errors import Cancelled, NotReady, QueueFull
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from cache_store.keys import digest_fields
 from engine.attention import QueryRows
 from engine.base import Work
 from engine.forward import Angles, Step, attention
+from engine.plain import PlainModel
 from engine.slots import Slots
 from errors import UnsupportedModel
 
@@ -74,6 +75,10 @@ class Model:
         self._angles_by_kind = isinstance(module.model.rotary_emb, Gemma3RotaryEmbedding)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._inv_freq = {kind: self._frequencies(kind) for kind in set(self._kinds)}
+        if any(2 * len(frequencies) > head_dim for frequencies in self._inv_freq.values()):
+            raise UnsupportedModel(
+                "its rotary frequencies do not fit the heads: keys cannot be turned to new positions"
+            )
         self.layer_params: int = sum(p.numel() for p in self._layers[0].parameters())
         self.kv_params: int = 2 * self.layout.kv_heads * head_dim * config.hidden_size
 
@@ -85,14 +90,8 @@ class Model:
         """
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         check_supported(config)
-        target = resolve_device(device)
-        kind = resolve_dtype(dtype, target)
-        with _quiet():
-            module: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=kind, attn_implementation="prophetkv", use_safetensors=True, trust_remote_code=False
-            )
-        module = module.to(target).eval()
-        return cls(module, load_tokenizer(folder), fingerprint(folder, config, kind))
+        module = _load_module(folder, device, dtype, attn_implementation="prophetkv")
+        return cls(module, load_tokenizer(folder), fingerprint(folder, config, module.dtype))
 
     def new_slots(self, capacity: int) -> Slots:
         """Uninitialised slots for `capacity` positions."""
@@ -167,6 +166,34 @@ class Model:
         rotary = self._decoder.rotary_emb
         found: Tensor = getattr(rotary, f"{kind}_inv_freq") if self._angles_by_kind else rotary.inv_freq
         return found.float()
+
+
+def load_model(folder: Path, device: str = "auto", dtype: str = "auto") -> Model | PlainModel:
+    """The model, for reuse where that is proven, else as transformers runs it.
+
+    Raises UnsupportedModel for what is no causal language model, with the reason.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        check_supported(config)
+    except UnsupportedModel as refused:
+        try:
+            module = _load_module(folder, device, dtype)
+        except ValueError as error:
+            raise UnsupportedModel(f"{refused}; nor can it be served plainly: {error}") from error
+        digest = fingerprint(folder, config, module.dtype)
+        return PlainModel(module, load_tokenizer(folder), digest, _eos_ids(module), str(refused))
+    return Model.load(folder, device, dtype)
+
+
+def _load_module(folder: Path, device: str, dtype: str, **options: Any) -> Any:
+    target = resolve_device(device)
+    kind = resolve_dtype(dtype, target)
+    with _quiet():
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=kind, use_safetensors=True, trust_remote_code=False, **options
+        )
+    return module.to(target).eval()
 
 
 def check_supported(config: Any) -> None:

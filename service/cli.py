@@ -132,15 +132,19 @@ def doctor() -> None:
     """Test the configured model and measure this machine: is reuse correct and does it pay here?"""
     settings = _settings()
     _log_to_stderr(settings)
-    from engine.model import Model
+    from engine.model import load_model
+    from engine.plain import PlainModel
     from service.doctor import examine
     from service.models import resolve_language_model
 
     try:
         folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
-        model = Model.load(folder, settings.device, settings.dtype)
+        model = load_model(folder, settings.device, settings.dtype)
     except ProphetKVError as error:
         _fail(error)
+    if isinstance(model, PlainModel):
+        console.print(f"[red]FAIL[/red] reuse: {model.refused}; every answer is a full prefill", highlight=False)
+        raise typer.Exit(1)
     console.print(f"{settings.model} on {model.device} in {str(model.dtype).removeprefix('torch.')}")
     failed = 0
     for finding in examine(model, settings):

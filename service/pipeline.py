@@ -14,7 +14,7 @@ from cache_store.base import Chunk
 from cache_store.keys import chunk_key, tokens_digest
 from engine.base import EngineClient, Finished, GenerateRequest, Part, Prefilled, Sampling, Token
 from engine.strategies import SERVED, Strategy, make_strategy
-from errors import Cancelled, NotReady, PromptTooLong
+from errors import Cancelled, NotReady, PromptTooLong, ReuseRefused
 from retriever.chunking import chunk_document
 from retriever.documents import ParsedDocument
 from retriever.retriever import Hit, Retriever
@@ -56,9 +56,13 @@ class Pipeline:
         space: str,
         window: int,
         layers: int,
+        refused: str | None,
         metrics: Metrics,
     ) -> None:
-        """`space`: the KV key space. `window` and `layers`: positions and layers the model has."""
+        """`space`: the KV key space. `window` and `layers`: positions and layers the model has.
+
+        `refused`: why nothing but a full prefill is served, None when reuse is proven for the model.
+        """
         self._settings = settings
         self._retriever = retriever
         self._engine = engine
@@ -66,6 +70,7 @@ class Pipeline:
         self._space = space
         self._window = min(window, settings.max_context_tokens)
         self._layers = layers
+        self._refused = refused
         self._metrics = metrics
         self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
         self.draining = False
@@ -166,7 +171,11 @@ class Pipeline:
         )
 
     def _strategy(self, body: QueryBody) -> Strategy:
-        """Raises UnknownStrategy or InvalidInput."""
+        """Raises UnknownStrategy, InvalidInput or ReuseRefused."""
+        if self._refused is not None and (body.strategy or {"name": "full"})["name"] != "full":
+            raise ReuseRefused(f"{self._refused}; ask with the strategy 'full', or none")
+        if self._refused is not None:
+            return make_strategy("full", {}, self._layers)
         options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **(body.strategy or {})}
         return make_strategy(options.pop("name"), options, self._layers)
 
@@ -260,7 +269,7 @@ class Pipeline:
                 "bytes_loaded": usage.bytes_loaded,
                 "strategy": usage.strategy,
                 "ratio": usage.ratio,
-                "fallback_reason": usage.fallback_reason,
+                "fallback_reason": usage.fallback_reason or self._refused,
                 "dropped_chunks": dropped,
                 "degraded": degraded,
                 "predicted_full_prefill_ms": round(prefilled.predicted_full_prefill_ms, 1),

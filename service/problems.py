@@ -13,6 +13,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.InvalidInput: (422, "invalid_input"),
     errors.PromptTooLong: (400, "context_length_exceeded"),
     errors.UnknownStrategy: (422, "unknown_strategy"),
+    errors.ReuseRefused: (422, "reuse_refused"),
     errors.NotFound: (404, "not_found"),
     errors.UnsupportedDocument: (415, "unsupported_document"),
     errors.UnreadableDocument: (422, "unreadable_document"),

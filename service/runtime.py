@@ -21,10 +21,12 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, Request
+from engine.decode import EventSteps, Throughput
 from engine.encode import PrefixCache, encode_chunk
 from engine.engine import Engine
-from engine.generate import EventSteps, Throughput, encode, generate
-from engine.model import Model, tokenizer_digest
+from engine.generate import encode, generate
+from engine.model import Model, load_model, tokenizer_digest
+from engine.plain import PlainModel
 from engine.strategies import SERVED
 from errors import ConfigError, NotReady
 from retriever.catalogue import Catalogue
@@ -60,7 +62,7 @@ class Runtime:
         self.jobs: Jobs
         self.retriever: Retriever
         self.store: TieredStore
-        self.model: Model
+        self.model: Model | PlainModel
         self.engine: Engine
         self.pipeline: Pipeline
         self.ingestor: Ingestor
@@ -126,7 +128,10 @@ class Runtime:
             torch.set_num_threads(settings.threads)
         folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
         embedder = Embedder(resolve_embedder(settings.embedder, settings.model_cache))
-        self.model = Model.load(folder, settings.device, settings.dtype)
+        self.model = load_model(folder, settings.device, settings.dtype)
+        reuses = isinstance(self.model, Model)
+        if isinstance(self.model, PlainModel):
+            log.warning("every answer is a full prefill: %s", self.model.refused)
         prompt = PromptTemplate(self.model.tokenizer, settings.system_prompt)
         space = key_space(self.model.fingerprint, prompt.prefix, TENANT, CODEC)
         signature = index_signature(tokenizer_digest(folder), settings.chunk_tokens, embedder.digest)
@@ -146,10 +151,20 @@ class Runtime:
         )
         self.retriever.open()
         self.store = TieredStore(_tiers(settings, self.model))
-        self.engine = Engine(_steps(self.model, self.store, prompt.prefix), settings.max_waiting, settings.max_running)
+        steps = _steps(self.model, self.store, prompt.prefix)
+        self.engine = Engine(steps, settings.max_waiting, settings.max_running)
         self.metrics.watch(self.store.tiers, self.engine.stats)
-        window, layers = self.model.window, self.model.layout.layers
-        self.pipeline = Pipeline(settings, self.retriever, self.engine, prompt, space, window, layers, self.metrics)
+        self.pipeline = Pipeline(
+            settings,
+            self.retriever,
+            self.engine,
+            prompt,
+            space,
+            self.model.window,
+            self.model.layout.layers if isinstance(self.model, Model) else 0,
+            self.model.refused if isinstance(self.model, PlainModel) else None,
+            self.metrics,
+        )
         self.ingestor = Ingestor(
             self.catalogue,
             self.jobs,
@@ -157,8 +172,8 @@ class Runtime:
             self.engine,
             self.store,
             space,
-            self.model.layout.layers * self.model.layout.layer_bytes(1),
-            settings.precompute,
+            _token_bytes(self.model),
+            settings.precompute and reuses,
             self.pipeline.wait_for_active,
             self.metrics,
         )
@@ -191,9 +206,16 @@ async def _in_daemon_thread(call: Callable[[], None]) -> None:
     await done
 
 
-def _tiers(settings: Settings, model: Model) -> list[KVStore]:
-    """The configured tiers, fastest first."""
+def _token_bytes(model: Model | PlainModel) -> int:
+    """Chunk KV of one token."""
+    return model.layout.layers * model.layout.layer_bytes(1) if isinstance(model, Model) else 0
+
+
+def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
+    """The configured tiers, fastest first. A model whose KV is not reused has none to keep."""
     tiers: list[KVStore] = [MemoryStore(settings.memory_bytes)]
+    if isinstance(model, PlainModel):
+        return tiers
     if settings.disk_bytes:
         tiers.append(DiskStore(Path(settings.data_dir) / "kv", model.layout, settings.disk_bytes))
     if settings.redis_url:
@@ -201,11 +223,13 @@ def _tiers(settings: Settings, model: Model) -> list[KVStore]:
     return tiers
 
 
-def _steps(model: Model, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
+def _steps(model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
     """What the engine runs for a request. Chunk KV is always computed behind the service's own prefix."""
+    throughput = Throughput()
+    if isinstance(model, PlainModel):
+        return partial(_plain_steps, model, throughput)
     prefixes = PrefixCache(model)
     source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
-    throughput = Throughput()
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):
@@ -213,3 +237,8 @@ def _steps(model: Model, store: TieredStore, prefix: tuple[int, ...]) -> Callabl
         return generate(model, source, prefixes, throughput, request)
 
     return steps
+
+
+def _plain_steps(model: PlainModel, throughput: Throughput, request: Request) -> EventSteps:
+    assert not isinstance(request, EncodeRequest), "nothing is encoded ahead for a model whose KV is not reused"
+    return model.generate(throughput, request)

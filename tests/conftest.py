@@ -21,7 +21,7 @@ import redis
 import torch
 
 from service.models import resolve_embedder, resolve_language_model
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_gpt2, save_tiny_model
 
 ROOT = Path(__file__).parent.parent
 MODEL_CACHE = ROOT / ".data" / "models"
@@ -116,3 +116,9 @@ def minilm() -> Path:
 def tiny_folder(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a real tokenizer and chat template, for tests of the service."""
     return save_tiny_model(smollm, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of a family for which reuse is not proven."""
+    return save_tiny_gpt2(smollm, tmp_path_factory.mktemp("gpt2"))

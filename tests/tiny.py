@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -104,9 +105,24 @@ def save_tiny_model(tokenizer_folder: Path, folder: Path, seed: int = 0) -> Path
     real = AutoConfig.from_pretrained(tokenizer_folder)
     shape = {**_SHAPE, "vocab_size": real.vocab_size, "num_hidden_layers": 2}
     plain_module(LlamaConfig(**shape), "sdpa", seed).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tokenizer_folder / name, folder / name)
+    _copy_tokenizer(tokenizer_folder, folder)
     return folder
+
+
+def save_tiny_gpt2(tokenizer_folder: Path, folder: Path) -> Path:
+    """A tiny GPT-2 on disk with a real tokenizer: it has no rotary positions."""
+    size = AutoConfig.from_pretrained(tokenizer_folder).vocab_size
+    config = GPT2Config(
+        vocab_size=size, n_embd=32, n_layer=2, n_head=2, n_positions=4096, bos_token_id=None, eos_token_id=None
+    )
+    plain_module(config, "sdpa").save_pretrained(folder)
+    _copy_tokenizer(tokenizer_folder, folder)
+    return folder
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder / name)
 
 
 def run(steps: Generator[object, None, T]) -> T:

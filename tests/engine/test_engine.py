@@ -14,10 +14,11 @@ from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import Encoded, EncodeRequest, Event, Finished, GenerateRequest, Prefilled, Request, Token
+from engine.decode import EventSteps, Throughput
 from engine.encode import encode_chunk
 from engine.engine import Engine
 from engine.forward import Steps
-from engine.generate import EventSteps, Throughput, encode, generate
+from engine.generate import encode, generate
 from engine.prefill import Prefill
 from engine.strategies.full import Full
 from errors import Cancelled, NotReady, QueueFull

@@ -13,8 +13,9 @@ from torch import Tensor
 from cache_store.base import Chunk
 from engine.attention import QueryRows, attend
 from engine.base import GenerateRequest, Part, Sampling, Token
+from engine.decode import Throughput
 from engine.encode import PrefixCache, encode_chunk
-from engine.generate import Throughput, generate
+from engine.generate import generate
 from engine.model import Model, token_tensor
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -21,19 +22,25 @@ from transformers import (
     T5Config,
 )
 
+from cache_store.base import Chunk
 from cache_store.keys import key_space
 from engine.attention import _partial_reference
+from engine.base import Finished, GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.decode import Throughput
 from engine.model import (
     Model,
     check_supported,
     fingerprint,
+    load_model,
     resolve_dtype,
     text_decoder,
     text_encoder,
     tokenizer_digest,
 )
+from engine.plain import PlainModel
+from engine.strategies import STRATEGIES
 from errors import UnsupportedModel
-from tests.tiny import FAMILIES, Bench, tiny_model
+from tests.tiny import FAMILIES, Bench, plain_module, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -140,3 +147,32 @@ def test_bf16_stays_near_fp32() -> None:
     for strategy in ("full", "prophetkv"):
         error = float((half.logits(strategy, 1.0) - expected).abs().max())
         assert error < 0.08 * float(expected.abs().max())
+
+
+def test_a_model_of_another_family_runs_as_transformers_runs_it(gpt2_folder: Path) -> None:
+    model = load_model(gpt2_folder, "cpu", "float32")
+    assert isinstance(model, PlainModel)
+    assert "gpt2" in model.refused
+    parts = (Part((5,), Chunk("0" * 64, (6, 7, 8))),)
+    request = GenerateRequest("x", (1, 2), parts, (9, 10), STRATEGIES["full"](), Sampling(max_tokens=8))
+    events = [event for event in model.generate(Throughput(), request) if event is not None]
+    first, *tokens, last = events
+    assert isinstance(first, Prefilled)
+    assert (first.usage.strategy, first.usage.prompt_tokens, first.usage.context_tokens) == ("full", 8, 3)
+    plain: Any = AutoModelForCausalLM.from_pretrained(gpt2_folder, dtype=torch.float32)
+    expected = plain.generate(torch.tensor([[1, 2, 5, 6, 7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0, 8:]
+    assert [event.id for event in tokens if isinstance(event, Token)] == expected.tolist()
+    assert last == Finished("length")
+
+
+def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"'t5' .encoder-decoder.* nor can it be served plainly"):
+        load_model(tmp_path)
+
+
+def test_frequencies_that_do_not_fit_are_refused() -> None:
+    module = plain_module(FAMILIES["llama"], "prophetkv")
+    module.model.rotary_emb.inv_freq = torch.ones(9)
+    with pytest.raises(UnsupportedModel, match="rotary frequencies"):
+        Model(module, None, "x")

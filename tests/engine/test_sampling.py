@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.base import Sampling
-from engine.generate import Sampler
+from engine.decode import Sampler
 from engine.strategies.base import recompute_budget, top_tokens
 from errors import NumericalFault
 

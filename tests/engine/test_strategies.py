@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cache_store.base import Chunk
 from engine.base import Finished, Prefilled, Token
-from engine.generate import Throughput, generate
+from engine.decode import Throughput
+from engine.generate import generate
 from engine.strategies import SERVED, STRATEGIES, make_strategy
 from engine.strategies.cacheblend import CacheBlend
 from engine.strategies.oracle import importance

@@ -298,6 +298,22 @@ def test_another_chunk_size_reindexes_visibly_and_never_mixes(make_server: MakeS
     assert any("documents are not searchable yet" in text for text in said)
 
 
+def test_a_model_for_which_reuse_is_not_proven_is_served_by_full_prefill(
+    make_server: MakeServer, gpt2_folder: Path
+) -> None:
+    server = make_server(model=gpt2_folder).start()
+    put(server, "boats", boats(20))
+    with Client(server.url) as client, server.http() as http:
+        usage = ask(client, max_tokens=5, top_k=3)[1]["done"]["usage"]
+        assert (usage["strategy"], usage["ratio"], usage["completion_tokens"]) == ("full", 1.0, 5)
+        assert usage["recomputed_tokens"] == usage["context_tokens"] > 0
+        assert "model family 'gpt2' is not supported" in usage["fallback_reason"]
+        ask(client, max_tokens=1, strategy={"name": "full"})
+        refused = http.post("/query", json={"question": "x", "strategy": {"name": "prophetkv"}})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "reuse_refused")
+        assert "gpt2" in refused.json()["detail"]
+
+
 def test_another_model_computes_its_own_kv(make_server: MakeServer, smollm: Path, tmp_path: Path) -> None:
     """Same tokenizer, other weights: chunks stay, their KV is not used and is computed ahead again."""
     from tests.tiny import save_tiny_model
