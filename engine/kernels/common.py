@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on the CPU, slowly, for tests
+
 jit: Callable[..., Callable[..., Any]] = triton.jit  # triton is untyped
 
 _LOG2_E = math.log2(math.e)  # exp2 is one instruction on a GPU, exp is not
@@ -137,7 +139,7 @@ def product_dtype(tensor: Tensor) -> Any:
     Triton's interpreter multiplies bfloat16 as if it were an integer; there it is fp32.
     """
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return tl.float32 if triton.knobs.runtime.interpret else names[tensor.dtype]
+    return tl.float32 if INTERPRETED else names[tensor.dtype]
 
 
 @cache
