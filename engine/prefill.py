@@ -194,6 +194,8 @@ class Prefill:
         start = time.perf_counter()
         try:
             yield
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # else the next phase would wait for this one's work
         finally:
             elapsed = (time.perf_counter() - start) * 1000
             self.timings[phase] = self.timings.get(phase, 0.0) + elapsed
