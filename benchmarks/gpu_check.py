@@ -111,18 +111,10 @@ def _measure(options: argparse.Namespace, device: torch.device) -> int:
     for number, size in enumerate(_TINY_SIZES if smoke else _SIZES):
         result["kernels"] += check_kernels(size, device, clock, until=0.2 + 0.15 * number)
     _write(options.out, result, clock)
-    models = _TINY if smoke else _MODELS
     result["prefill"], result["decode"] = {}, {}
-    for number, (name, (family, shape)) in enumerate(models.items()):
-        until = (0.6, 0.95)[number]
-        if clock.spent() > until - 0.1:
-            clock.leave_out(name)
-            continue
+    for name, until in zip(_TINY if smoke else _MODELS, (0.6, 0.95), strict=False):
         try:
-            model = Model.random(family, shape, device, torch.float32 if smoke else torch.bfloat16)
-            prefills = Prefills(model, _TINY_PLAN if smoke else Plan())
-            result["decode"][name] = prefills.measure_decode()
-            result["prefill"][name] = prefills.measure(name, clock, until)
+            _measure_model(name, device, result, clock, until)
         except torch.cuda.OutOfMemoryError:
             clock.leave_out(f"{name}: out of memory")
         _write(options.out, result, clock)
@@ -133,6 +125,18 @@ def _measure(options: argparse.Namespace, device: torch.device) -> int:
         f"{clock.spent() * clock.seconds:.0f} s; {options.out / 'gpu_check.json'}; left out: {clock.left_out or 'none'}"
     )
     return int(any(kernel.get("verdict") == "bad" for kernel in result["kernels"]))
+
+
+def _measure_model(name: str, device: torch.device, result: dict[str, Any], clock: Clock, until: float) -> None:
+    if clock.spent() > until - 0.1:
+        clock.leave_out(name)
+        return
+    smoke = name in _TINY
+    family, shape = (_TINY if smoke else _MODELS)[name]
+    model = Model.random(family, shape, device, torch.float32 if smoke else torch.bfloat16)
+    prefills = Prefills(model, _TINY_PLAN if smoke else Plan())
+    result["decode"][name] = prefills.measure_decode()
+    result["prefill"][name] = prefills.measure(name, clock, until)
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _ceilings(device: torch.device, smoke: bool) -> dict[str, Any]:
                 at = call % count * size
                 target[at : at + size].copy_(host[at : at + size], non_blocking=True)
 
-            found[f"host_to_device_gb_per_s_{size // 1024}_KiB"] = size / median_ms(move, device) / 1e6
+            found[f"host_to_device_gb_per_s_{size // 1024}_KiB"] = size / median_ms(move, device, replayed=False) / 1e6
     print(json.dumps(found, indent=2))
     return found
 

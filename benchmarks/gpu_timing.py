@@ -37,10 +37,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_ms(run: Callable[[int], Any], device: torch.device) -> float:
+def median_ms(run: Callable[[int], Any], device: torch.device, replayed: bool = True) -> float:
     """Milliseconds of one call of `run`, which takes the number of the call: the median over groups of calls.
 
-    On a GPU the calls of a group are replayed from a CUDA graph, so the time is the kernels' and not the launches'.
+    On a GPU the calls of a group are `replayed` from a CUDA graph: the time is the kernels' and not the launches'.
     """
     run(0)
     if device.type != "cuda":
@@ -50,10 +50,16 @@ def median_ms(run: Callable[[int], Any], device: torch.device) -> float:
     torch.cuda.synchronize()
     once = _elapsed(lambda: run(1))
     calls = max(1, min(100, round(_GROUP_MS / once)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def group() -> None:
         for call in range(calls):
             run(call)
+
+    if not replayed:
+        return median(_elapsed(group) for _ in range(_GROUPS)) / calls
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group()
     graph.replay()
     return median(_elapsed(graph.replay) for _ in range(_GROUPS)) / calls
 

@@ -161,10 +161,11 @@ def test_attend_rows_merges_splits(splits: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [1, 10, 64, 200])
-def test_attend_rows_within_a_window(window: int, splits: int) -> None:
+@pytest.mark.parametrize("positions", [[0, 1, 9, 10, 40, 63, 64, 100, 149], [120, 121, 127, 149]], ids=str)
+def test_attend_rows_within_a_window(positions: list[int], window: int, splits: int) -> None:
     key, value = slot_views(1, 150, 16)
-    positions = torch.tensor([0, 1, 9, 10, 40, 63, 64, 100, 149], device=DEVICE)
-    check_attend(queries(2, 9, 16), key, value, positions, window, splits=splits)
+    at = torch.tensor(positions, device=DEVICE)
+    check_attend(queries(2, len(positions), 16), key, value, at, window, splits=splits)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -232,7 +233,9 @@ def test_column_sums_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])
-@pytest.mark.parametrize("positions", [torch.arange(100), torch.arange(60, 100), drawn(40, 100).cpu()], ids=str)
+@pytest.mark.parametrize(
+    "positions", [torch.arange(100), torch.arange(60, 100), drawn(40, 100).cpu()], ids=["all", "run", "scattered"]
+)
 def test_column_sums_of_rows_that_see_part_of_the_keys(positions: Tensor, window: int | None) -> None:
     key, _ = slot_views(1, 100, 16)
     keys = int(positions[-1]) + 1
