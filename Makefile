@@ -9,7 +9,7 @@ PIP_ARGS ?=
 export MALLOC_ARENA_MAX ?= 2
 export PROPHETKV_MODEL_DIR ?= $(CURDIR)/.data/models
 
-.PHONY: demo serve test test-slow lint format bench redis weights clean
+.PHONY: demo serve test test-slow lint format bench gpu-check gpu-smoke redis weights clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -54,6 +54,12 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed  ## time to first token over HTTP, ProphetKV against full prefill, and ingestion rate
 	PROPHETKV_DATA_DIR=$(CURDIR)/.data $(BIN)/python -m benchmarks.service
+
+gpu-check: $(VENV)/.installed  ## kernels and prefills on one GPU, in 8 minutes; plots with pip install -e '.[bench]'
+	$(BIN)/python -m benchmarks.gpu_check
+
+gpu-smoke: $(VENV)/.installed-dev  ## the same at tiny shapes without a GPU, to see that it runs
+	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.gpu_check --smoke --out .data/gpu-smoke
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from service.version import __version__
+
 
 def conditions() -> dict[str, Any]:
     """Machine, versions, date and load at this moment."""
@@ -27,7 +29,7 @@ def conditions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "prophetkv": version("prophetkv-service"),
+        "prophetkv": __version__,
     }
 
 

@@ -110,6 +110,10 @@ def attend(
     c in c * tanh(logits / c), as in Gemma 2. Returns the output, like query, and the log-sum-exp of the logits,
     fp32 [1, heads, rows].
     """
+    if query.device.type == "cuda":
+        from engine.kernels import cuda  # here, for it needs triton, which a CPU build of torch does not bring
+
+        return cuda.attend(query, key, value, rows, scaling, window, softcap)
     if rows.causal and softcap is None and (window is None or rows.visible <= window):
         visible = slice(0, rows.visible)
         return _partial(query, key[:, :, visible], value[:, :, visible], scaling, causal=True)
@@ -202,6 +206,11 @@ def add_column_sums(
     fp32 [kv_heads, rows.visible] or shorter: keys behind its end are left out. The weights exist for 2048 keys and 128
     rows at a time only.
     """
+    if query.device.type == "cuda":
+        from engine.kernels.column_sums import column_sums
+
+        column_sums(query, key, lse, rows.positions, scaling, sums, window, softcap)
+        return
     kv_heads, counted = sums.shape
     for block in rows.blocks(window):
         part = query[0, :, block.start : block.stop]

@@ -93,6 +93,18 @@ class Model:
         module = _load_module(folder, device, dtype, attn_implementation="prophetkv")
         return cls(module, load_tokenizer(folder), fingerprint(folder, config, module.dtype))
 
+    @classmethod
+    def random(cls, family: str, shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Model:
+        """Random weights in the shapes of a configuration, made on the device, without a tokenizer: to measure with.
+
+        `family`: a transformers model type; `shape`: its configuration's fields.
+        """
+        config = AutoConfig.for_model(family, **shape)
+        build: Any = AutoModelForCausalLM.from_config
+        with device:
+            module = build(config, dtype=dtype, attn_implementation="prophetkv")
+        return cls(module.eval(), None, "random")
+
     def new_slots(self, capacity: int) -> Slots:
         """Uninitialised slots for `capacity` positions."""
         layout = self.layout
@@ -134,6 +146,10 @@ class Model:
         finally:
             self._module.set_attn_implementation("prophetkv")
         return logits.view(*ids.shape[:-1], -1)
+
+    def frequencies(self, layer: int) -> Tensor:
+        """RoPE's inverse frequencies of a layer, fp32 [at most head_dim / 2], on the device."""
+        return self._inv_freq[self._kinds[layer]]
 
     def rotation(self, positions: Tensor) -> Callable[[Tensor, int], Tensor]:
         """A function that turns a layer's keys [..., tokens, head_dim] by the angles of `positions` (int64 [tokens]).

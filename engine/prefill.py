@@ -90,6 +90,9 @@ class Prefill:
         positions = self.layout.context
         if not len(positions):
             return
+        if self.model.device.type == "cuda":
+            yield from self._place_on_gpu(loaded)
+            return
         ends = torch.tensor([0, *self.layout.chunk_lengths]).cumsum(0).tolist()
         kv_heads, head_dim = self.model.layout.kv_heads, self.model.layout.head_dim
         unturned = torch.empty(kv_heads, len(positions), head_dim, dtype=torch.float32, device=self.model.device)
@@ -102,6 +105,23 @@ class Prefill:
             turned = turn(unturned, layer)
             for _, at, (start, stop) in spans:
                 keys[:, at : at + stop - start] = turned[:, start:stop]
+            yield
+
+    def _place_on_gpu(self, loaded: list[LoadedChunk]) -> Generator[None, None, None]:
+        """A copy to the device in the stored dtype, unless it is there already, and one kernel, a chunk and layer."""
+        from engine.kernels.place import place  # here, for it needs triton, which a CPU build of torch does not bring
+
+        device = self.model.device
+        spans = [
+            (chunk.kv, torch.arange(at, at + chunk.kv.tokens, device=device))
+            for chunk, at in zip(loaded, self.layout.chunk_starts, strict=True)
+        ]
+        for layer in range(self.model.layout.layers):
+            keys, values = self.slots.data[layer]
+            frequencies = self.model.frequencies(layer)
+            for kv, positions in spans:
+                stored_keys, stored_values = kv.layers[layer].to(device, non_blocking=True)
+                place(stored_keys, stored_values, positions, frequencies, keys, values)
             yield
 
     def start(self, positions: Tensor, slots: Slots | None = None) -> ForwardPass:
@@ -174,6 +194,8 @@ class Prefill:
         start = time.perf_counter()
         try:
             yield
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # else the next phase would wait for this one's work
         finally:
             elapsed = (time.perf_counter() - start) * 1000
             self.timings[phase] = self.timings.get(phase, 0.0) + elapsed

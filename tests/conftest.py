@@ -20,6 +20,9 @@ for _name in [name for name in os.environ if name.startswith("PROPHETKV_")]:
 import redis
 import torch
 
+if not torch.cuda.is_available():  # set before triton is imported: its kernels run in its interpreter then
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from service.models import resolve_embedder, resolve_language_model
 from tests.tiny import save_tiny_gpt2, save_tiny_model
 
