@@ -221,8 +221,8 @@ def _word_list(
 ) -> tuple[Callable[[int], str], tuple[str, ...]]:
     """List by its number of different words, and the ten that stand in it `often` times; the rest do `seldom` times.
 
-    None of the ten is part of another word or of the text `taken`: naming that would score. When the vocabulary is used up, all words are
-    pairs (`quiet-otter`), of which there are 245,000.
+    None of the ten is part of another word or of the text `taken`: naming that would score. When the vocabulary is used
+    up, all words are pairs (`quiet-otter`), of which there are 245,000.
     """
     single, paired, order_seed = chance.getrandbits(64), chance.getrandbits(64), chance.getrandbits(64)
     words = list(_vocabulary())
