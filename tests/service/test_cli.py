@@ -24,7 +24,7 @@ def prophetkv(*arguments: str, **settings: object) -> tuple[int, str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return run.returncode, run.stdout + run.stderr
@@ -75,7 +75,8 @@ def test_ingest_and_ask(server: ServerProcess, tmp_path: Path) -> None:
 
 
 def test_doctor_finds_a_good_model_good(smollm: Path, tmp_path: Path, redis_server: RedisServer) -> None:
-    status, text = prophetkv("doctor", model=smollm, data_dir=tmp_path, dtype="float32", redis_url=redis_server.url)
+    settings = {"data_dir": tmp_path, "dtype": "float32", "redis_url": redis_server.url, "redis_timeout_ms": 20_000}
+    status, text = prophetkv("doctor", model=smollm, **settings)
     assert status == 0, text
     for line in ("ratio 1 is the full prefill", "ratio 0 is naive reuse", "rotation", "codec round trip"):
         assert f"ok   {line}" in text
