@@ -118,17 +118,17 @@ class Model:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [vocab] of one row's hidden state [hidden] behind the last layer."""
+        """fp32 [..., vocab] of hidden states [..., hidden] behind the last layer."""
         logits: Tensor = self._module.lm_head(self._decoder.norm(hidden)).float()
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-    def plain_logits(self, ids: Tensor) -> Tensor:
-        """The transformers model itself under SDPA: what `full` must equal and not trail.
+    def plain_logits(self, ids: Tensor, attention: str = "sdpa") -> Tensor:
+        """The transformers model itself, under SDPA or "eager": what `full` must equal and not trail.
 
         ids: int64 [tokens] or [batch, tokens]; returns the last row's logits, fp32 [vocab] or [batch, vocab].
         """
         # Gemma 2 caps its attention logits, which SDPA cannot.
-        self._module.set_attn_implementation("sdpa" if self._module._supports_sdpa else "eager")
+        self._module.set_attn_implementation(attention if self._module._supports_sdpa else "eager")
         try:
             batch = ids.to(self.device).view(-1, ids.shape[-1])
             logits: Tensor = self._module(batch, use_cache=False, logits_to_keep=1).logits[:, -1].float()
