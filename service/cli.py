@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -249,8 +250,15 @@ def _log_to_stderr(settings: Settings) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def _add_commands() -> None:
+    """Adds what other packages of ours offer, which this one must not import."""
+    for entry in entry_points(group="prophetkv.commands"):
+        app.add_typer(entry.load(), name=entry.name)
+
+
 def main() -> None:
     """Entry point."""
+    _add_commands()
     app()
 
 
