@@ -128,7 +128,7 @@ def common_words(chance: Random, example: Random, length: int) -> Draft:
     prefix = " Answer: The 10 words that stand in the list most often are:"
     short = length < _SHORT
     shown_list, shown_words = _word_list(example, *((3, 1) if short else (10, 3)))
-    shown = f"{shown_list(20 if short else 40)}{question}{prefix} {_numbered(shown_words, ' ')}\n\n\n"
+    shown = f"{shown_list(20 if short else 40)}{question}{prefix} {numbered(shown_words, ' ')}\n\n\n"
     context, words = _word_list(chance, *((6, 1) if short else (30, 3)))
     return Draft(
         header=instruction + shown + instruction,
@@ -234,12 +234,13 @@ def _word_list(chance: Random, often: int, seldom: int) -> tuple[Callable[[int],
             seldom_words = _distinct(count - 10, lambda: _draw("words", filler))
         entries = [*common * often, *seldom_words * seldom]
         Random(order_seed).shuffle(entries)
-        return _numbered(entries, "\n")
+        return numbered(entries, "\n")
 
     return context, common
 
 
-def _numbered(words: Sequence[str], separator: str) -> str:
+def numbered(words: Sequence[str], separator: str) -> str:
+    """As common words are listed and asked for: `1. word`."""
     return separator.join(f"{index}. {word}" for index, word in enumerate(words, start=1))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model import text_encoder, load_tokenizer
+from engine.model import load_tokenizer, text_encoder
 from retriever.documents import TextEncoder
 
 
