@@ -135,7 +135,9 @@ def paper(
     minutes: Annotated[float, typer.Option(min=0.0, help="time for all of it")],
     model: Model = None,
     lengths: Annotated[str, typer.Option(help="RULER's lengths in tokens, comma-separated")] = "4096",
-    tasks: Annotated[str, typer.Option(help="RULER's, comma-separated; default: the paper's")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="RULER's, comma-separated, the first two for curves; default: the paper's")
+    ] = "",
     samples: Annotated[int, typer.Option(help="prompts of each task at most")] = 20,
     seed: Seed = 0,
     longbench: Annotated[Path | None, typer.Option(help="folder of LongBench's JSONL files")] = None,

@@ -59,7 +59,7 @@ class Evaluator:
         self.name = name
         self.chunk_tokens = chunk_tokens
         self.builder = PromptBuilder(model)
-        self.machine = f"{_device_name(model)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        self._device = _device_name(model)
         # Each task has a prefix of its own; a cache holds a few.
         self._prefixes: dict[tuple[int, ...], PrefixCache] = {}
 
@@ -73,6 +73,11 @@ class Evaluator:
             "chunk_tokens": self.chunk_tokens,
             "measures": self.measures,
         }
+
+    @property
+    def machine(self) -> str:
+        """What the records are measured on."""
+        return f"{self._device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
     @property
     def room(self) -> int:
@@ -99,7 +104,7 @@ class Evaluator:
         """
         begun = time.perf_counter()
         run = self.start(work.sample)
-        prepared = {"prepare": 1000 * (work.seconds + time.perf_counter() - begun)}
+        prepared = {"prepare": round(1000 * (work.seconds + time.perf_counter() - begun), 3)}
         wanted = {method.name for method in work.methods}
         for method in (Method(FULL), *(method for method in work.methods if method.strategy != FULL)):
             found = self._attempt(run, method)

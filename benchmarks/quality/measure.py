@@ -1,6 +1,8 @@
 """What methods do with one prompt: its chunks are encoded once, assembled once, and prefilled in full once.
 
-Every method works on a copy of the assembled slots. Times are wall milliseconds.
+Every method works on a copy of the assembled slots. What a method answers is what it would generate token by token,
+but the tokens on which it agrees with full prefill go through the model at once, which differs by rounding alone.
+Times are wall milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from benchmarks.quality.prompts import Prompt
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import ForwardPass
-from engine.model import Model, token_tensor
+from engine.model import Model, text_decoder, token_tensor
 from engine.prefill import Prefill
 from engine.slots import Slots
 from engine.strategies import STRATEGIES, Strategy
@@ -92,7 +94,7 @@ class PromptRun:
             logits = _finite(run_steps(prefill.request.strategy.prefill(prefill)))
         position = len(prefill.layout)
         with _timed(self.model, timings, "decode"):
-            answer = greedy(self.model, prefill.slots, position, logits, self.prompt.max_tokens)
+            answer = self._greedy(prefill, logits, ())
         with _timed(self.model, timings, "forced"):
             forced = forced_logits(self.model, prefill.slots, position, logits, answer)
         self.reference = Reference(prefill, answer, forced)
@@ -121,15 +123,30 @@ class PromptRun:
 
     def _answer(self, prefill: Prefill, logits: Tensor, forced: Tensor | None) -> tuple[int, ...]:
         """The greedy answer. As far as it agrees with full prefill's, the forced pass has computed it already."""
-        position, most = len(prefill.layout), self.prompt.max_tokens
         if forced is None or self.reference is None:
-            return greedy(self.model, prefill.slots, position, logits, most)
+            return self._greedy(prefill, logits, ())
         expected = self.reference.answer
         agreed = _shared_length(forced.argmax(-1).tolist(), expected)
-        if agreed == len(expected):
-            return expected
-        rest = greedy(self.model, prefill.slots, position + agreed, forced[agreed], most - agreed)
-        return (*expected[:agreed], *rest)
+        return expected if agreed == len(expected) else self._greedy(prefill, forced[agreed], expected[:agreed])
+
+    def _greedy(self, prefill: Prefill, logits: Tensor, begun: Sequence[int]) -> tuple[int, ...]:
+        """The answer that begins with `begun`, whose K and V are in the slots, and goes on with the likeliest tokens.
+
+        logits: fp32 [vocab], which choose the next. It ends with a token that ends text, at the published limit, or
+        when its score is settled.
+        """
+        decode = text_decoder(self.model.tokenizer)
+        answer, text = list(begun), "".join(map(decode, begun))
+        while True:
+            answer.append(int(logits.argmax()))
+            if answer[-1] in self.model.eos_ids or len(answer) == self.prompt.max_tokens:
+                return tuple(answer)
+            text += decode(answer[-1])
+            if self.prompt.settled(text):
+                return tuple(answer)
+            at = torch.tensor([len(prefill.layout) + len(answer) - 1])
+            run = ForwardPass(self.model, token_tensor(answer[-1:]), at, prefill.slots)
+            logits = _finite(run_steps(run.finish()))
 
     def _measured(
         self,
@@ -203,20 +220,6 @@ class _SharedPrefill(Prefill):
         self.slots.data[:, :, :, : self.layout.suffix_start] = self._assembled.data
         self.timings |= self._assembled.timings
         yield
-
-
-def greedy(model: Model, slots: Slots, position: int, logits: Tensor, count: int) -> tuple[int, ...]:
-    """The likeliest tokens from `position` on, at most `count`; one that ends the text is the last.
-
-    logits: fp32 [vocab], which choose the first. Leaves the K and V of all tokens but the last in the slots.
-    """
-    tokens: list[int] = []
-    while True:
-        tokens.append(int(logits.argmax()))
-        if tokens[-1] in model.eos_ids or len(tokens) == count:
-            return tuple(tokens)
-        at = torch.tensor([position + len(tokens) - 1])
-        logits = _finite(run_steps(ForwardPass(model, token_tensor(tokens[-1:]), at, slots).finish()))
 
 
 def forced_logits(model: Model, slots: Slots, position: int, logits: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.quality import suites
 from benchmarks.quality.sample import Sample, segments
@@ -17,7 +19,10 @@ from service.prompt import chat_frame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Token ids in prompt order. question: where its own words stand in the suffix; gold: the answer hoped for."""
+    """Token ids in prompt order. question: where its own words stand in the suffix; gold: the answer hoped for.
+
+    settled: whether an answer may end with this text, as its score cannot change any more.
+    """
 
     prefix: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -25,6 +30,7 @@ class Prompt:
     question: tuple[int, int]
     max_tokens: int
     gold: tuple[int, ...]
+    settled: Callable[[str], bool]
 
     def request(self, strategy: Strategy) -> GenerateRequest:
         """What the engine is asked; its slots have room for the longest answer and for the gold one."""
@@ -67,6 +73,7 @@ class PromptBuilder:
             question=(0, len(question)),
             max_tokens=sample.max_tokens,
             gold=self._ids(suites.gold(sample))[: sample.max_tokens],
+            settled=partial(suites.settled, sample),
         )
         tokens = sum(len(part.glue) + len(part.chunk.token_ids) for part in prompt.parts)
         tokens += len(prompt.prefix) + len(prompt.suffix) + sample.max_tokens

@@ -14,6 +14,9 @@ from benchmarks.quality.sample import Sample, choose
 from errors import InvalidInput
 from retriever.documents import TextEncoder
 
+# The halves of a truncated text, tokenised again, may have a few tokens more.
+_MARGIN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class PromptId:
@@ -106,7 +109,7 @@ def longbench_plan(
 
     def make(prompt: PromptId) -> Sample:
         sample = loaded[prompt.task][prompt.index]
-        return longbench.truncate_middle(sample, encode, room - sample.max_tokens)
+        return longbench.truncate_middle(sample, encode, room - sample.max_tokens - _MARGIN)
 
     return Plan(
         _in_turn("longbench", chosen),
@@ -136,6 +139,16 @@ def score(sample: Sample, prediction: str) -> tuple[float, dict[str, float]]:
     if sample.suite == "musique":
         return musique.score(sample, prediction), {"match": musique.match(sample, prediction)}
     return ruler.score(sample, prediction), {}
+
+
+def settled(sample: Sample, text: str) -> bool:
+    """No continuation of the answer can change its score, so nothing is gained by generating more.
+
+    True of RULER when all that is looked for stands in the text, and of LongBench where only the first line counts.
+    """
+    if sample.suite == "longbench":
+        return longbench.settled(sample, text)
+    return sample.suite != "musique" and ruler.score(sample, text) == 1.0
 
 
 def gold(sample: Sample) -> str:

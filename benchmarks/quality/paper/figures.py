@@ -31,8 +31,6 @@ RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of Figure 8, between naive (0) and 
 SMALL_RATIOS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2)  # of Figures 6 and 9
 CHUNK_SIZES = (128, 256, 512, 1024)
 CURVES = ("random", "epic", "cacheblend", "kvshare", "prophetkv")
-_CURVE_TASK = "niah_multivalue"
-_CURVE_TASKS = (_CURVE_TASK, "vt")
 
 # The factors of Eq. 6, and the criteria that they are.
 _FACTOR_LABELS = {
@@ -118,11 +116,11 @@ def figure_6(job: Job, budget: Budget) -> list[Artefact]:
 
 
 def figure_8(job: Job, budget: Budget) -> list[Artefact]:
-    """Multivalue, and MuSiQue if its path is given or else variable tracking."""
+    """Multivalue, and MuSiQue if its path is given or else variable tracking; or the first two of the job's tasks."""
     evaluator = job.evaluator()
     asked = [*parse_methods([*CURVES, "naive"], RATIOS, job.model.layout.layers)]
     length = min(job.scale.lengths)
-    tasks = (_CURVE_TASK,) if job.data.musique is not None else _CURVE_TASKS
+    tasks = job.curve_tasks[:1] if job.data.musique is not None else job.curve_tasks
     half = budget.part(0.5) if job.data.musique is not None else budget
     records, notes = job.run("ruler", evaluator, job.ruler(evaluator, [length], tasks), asked, half)
     if job.data.musique is not None:
@@ -171,12 +169,12 @@ def figure_9(job: Job, budget: Budget) -> list[Artefact]:
 def figure_10(job: Job, budget: Budget) -> list[Artefact]:
     """The same prompts in chunks of four sizes."""
     asked = parse_methods([*CURVES, "naive"], [RATIO], job.model.layout.layers)
-    length = min(job.scale.lengths)
+    length, task = min(job.scale.lengths), job.curve_tasks[0]
     found: dict[int, dict[str, Interval]] = {}
     notes: list[str] = []
     for done, size in enumerate(CHUNK_SIZES):
         evaluator = job.evaluator(chunk_tokens=size)
-        plan = job.ruler(evaluator, [length], [_CURVE_TASK])
+        plan = job.ruler(evaluator, [length], [task])
         name = "ruler" if size == CHUNK_TOKENS else f"ruler-chunks-{size}"
         records, told = job.run(name, evaluator, plan, asked, budget.part(1 / (len(CHUNK_SIZES) - done)))
         found[size] = means(records, lambda record: record.method)
@@ -188,8 +186,8 @@ def figure_10(job: Job, budget: Budget) -> list[Artefact]:
     return [
         _curves(
             *("figure-10", 10, "Figure 10: accuracy over the chunk size"),
-            f"Points of 100 on {RULER_NAMES[_CURVE_TASK]} at RULER's length {length} and ratio {RATIO}.",
-            {RULER_NAMES[_CURVE_TASK]: lines},
+            f"Points of 100 on {RULER_NAMES.get(task, task)} at RULER's length {length} and ratio {RATIO}.",
+            {RULER_NAMES.get(task, task): lines},
             notes,
             x_label="tokens a chunk",
             y_label="points of 100",

@@ -70,6 +70,11 @@ class Job:
     data: Data
     console: Console
 
+    @property
+    def curve_tasks(self) -> tuple[str, ...]:
+        """Of Figures 8 and 10, whose first is the only one of Figure 10."""
+        return tuple(self.scale.tasks[:2]) or ("niah_multivalue", "vt")
+
     def evaluator(self, kind: type[Evaluator] = Evaluator, chunk_tokens: int | None = CHUNK_TOKENS) -> Evaluator:
         """One over the job's model."""
         return kind(self.model, self.name, chunk_tokens)
