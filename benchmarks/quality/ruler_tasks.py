@@ -129,9 +129,10 @@ def common_words(chance: Random, example: Random, length: int) -> Draft:
     short = length < _SHORT
     shown_list, shown_words = _word_list(example, *((3, 1) if short else (10, 3)))
     shown = f"{shown_list(20 if short else 40)}{question}{prefix} {numbered(shown_words, ' ')}\n\n\n"
-    context, words = _word_list(chance, *((6, 1) if short else (30, 3)))
+    header = instruction + shown + instruction
+    context, words = _word_list(chance, *((6, 1) if short else (30, 3)), header + question + prefix)
     return Draft(
-        header=instruction + shown + instruction,
+        header=header,
         context=context,
         question=question,
         answer_prefix=prefix,
@@ -215,16 +216,18 @@ def _chain(chance: Random, letters: int) -> tuple[Callable[[int], str], str, str
     return lambda count: "\n".join(_weave([NOISE] * count, lines, depths)), question, prefix, tuple(names)
 
 
-def _word_list(chance: Random, often: int, seldom: int) -> tuple[Callable[[int], str], tuple[str, ...]]:
+def _word_list(
+    chance: Random, often: int, seldom: int, shown: str = ""
+) -> tuple[Callable[[int], str], tuple[str, ...]]:
     """List by its number of different words, and the ten that stand in it `often` times; the rest do `seldom` times.
 
-    None of the ten is part of another word: naming that word would score. When the vocabulary is used up, all words are
-    pairs (`quiet-otter`), of which there are 245,000.
+    None of the ten is part of another word: naming that word would score. None is in `shown`: repeating that would.
+    When the vocabulary is used up, all words are pairs (`quiet-otter`), of which there are 245,000.
     """
     single, paired, order_seed = chance.getrandbits(64), chance.getrandbits(64), chance.getrandbits(64)
     words = list(_vocabulary())
     Random(single).shuffle(words)
-    common = tuple([word for word in words if word not in _parts_of_words()][:10])
+    common = tuple([word for word in words if word not in _parts_of_words() and word not in shown][:10])
     rest = [word for word in words if word not in common]
 
     def context(count: int) -> str:
