@@ -9,7 +9,7 @@ PIP_ARGS ?=
 export MALLOC_ARENA_MAX ?= 2
 export PROPHETKV_MODEL_DIR ?= $(CURDIR)/.data/models
 
-.PHONY: demo serve test test-slow lint format bench gpu-check gpu-smoke redis weights clean
+.PHONY: demo serve test test-slow lint format bench quality gpu-check gpu-smoke redis weights clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -54,6 +54,11 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed  ## time to first token over HTTP, ProphetKV against full prefill, and ingestion rate
 	PROPHETKV_DATA_DIR=$(CURDIR)/.data $(BIN)/python -m benchmarks.service
+
+QUALITY ?= .data/quality/$(shell date +%Y%m%d-%H%M%S)-$(shell git describe --always --dirty).jsonl
+quality: $(VENV)/.installed  ## ten minutes of RULER on the default model; hold it against another with `eval compare`
+	PROPHETKV_DATA_DIR=$(CURDIR)/.data $(BIN)/prophetkv eval ruler --out $(QUALITY) --minutes 9 --lengths 1024 \
+	  --tasks niah_multikey_1,niah_multivalue,niah_multiquery,vt --samples 8
 
 gpu-check: $(VENV)/.installed  ## kernels and prefills on one GPU, in 8 minutes; plots with pip install -e '.[bench]'
 	$(BIN)/python -m benchmarks.gpu_check

@@ -21,7 +21,7 @@ def conditions() -> dict[str, Any]:
     """Machine, versions, date and load at this moment."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -55,7 +55,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
     print(text)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the kernel names it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

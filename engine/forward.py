@@ -135,6 +135,11 @@ class ForwardPass:
         yield from self.run(last + 1)
         return self.model.logits(self._hidden[0, -1])
 
+    def finish_all(self) -> Steps:
+        """Takes all rows through the remaining layers and returns the logits of each, fp32 [rows, vocab]."""
+        yield from self.run(self.model.layout.layers)
+        return self.model.logits(self._hidden[0])
+
     def _call(self, step: Step) -> Tensor:
         if not (step.kv_only or step.attention_only):
             self.work.rows += len(self.rows)

@@ -129,7 +129,7 @@ class Model:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [vocab] of one row's hidden state [hidden] behind the last layer."""
+        """fp32 [..., vocab] of hidden states [..., hidden] behind the last layer."""
         logits: Tensor = self._module.lm_head(self._decoder.norm(hidden)).float()
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 

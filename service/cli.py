@@ -255,7 +255,7 @@ def _log_to_stderr(settings: Settings) -> None:
 
 
 def _add_commands() -> None:
-    """Adds what other packages of ours offer, which this one must not import: `bench`."""
+    """Adds what other packages of ours offer, which this one must not import."""
     for entry in entry_points(group="prophetkv.commands"):
         app.add_typer(entry.load(), name=entry.name)
 

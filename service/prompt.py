@@ -28,19 +28,8 @@ class PromptTemplate:
         """Raises UnsupportedModel when the tokenizer has no usable chat template."""
         self._tokenizer = tokenizer
         self.encode = text_encoder(tokenizer)
-        messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": _MARK}]
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **_TEMPLATE_VARIABLES
-            )
-        except Exception as error:  # templates are programs: they raise what they like
-            raise UnsupportedModel(f"the tokenizer's chat template cannot be used: {error}") from error
-        head, mark, tail = text.partition(_MARK)
-        if not mark:
-            raise UnsupportedModel("the tokenizer's chat template drops the user's message")
-        # Template text holds special tokens and must become them; text of users and documents must not.
-        self.prefix: tuple[int, ...] = (*_template_ids(tokenizer, head), *self._plain("Sources:"))
-        self._tail = _template_ids(tokenizer, tail)
+        head, self._tail = chat_frame(tokenizer, system_prompt)
+        self.prefix: tuple[int, ...] = (*head, *self._plain("Sources:"))
 
     def source_glue(self, number: int) -> tuple[int, ...]:
         """Separator and label before the text of source `number`."""
@@ -59,6 +48,26 @@ class PromptTemplate:
 
     def _plain(self, text: str) -> tuple[int, ...]:
         return tuple(self.encode(text)[0])
+
+
+def chat_frame(tokenizer: Any, system_prompt: str | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of the chat template before the user's message and behind it; None: the template's own system prompt.
+
+    Raises UnsupportedModel when the tokenizer has no usable chat template.
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    messages = [*system, {"role": "user", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **_TEMPLATE_VARIABLES
+        )
+    except Exception as error:  # templates are programs: they raise what they like
+        raise UnsupportedModel(f"the tokenizer's chat template cannot be used: {error}") from error
+    head, mark, tail = text.partition(_MARK)
+    if not mark:
+        raise UnsupportedModel("the tokenizer's chat template drops the user's message")
+    # Template text holds special tokens and must become them; text of users and documents must not.
+    return _template_ids(tokenizer, head), _template_ids(tokenizer, tail)
 
 
 def _template_ids(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -230,6 +230,11 @@ def score(sample: Sample, prediction: str) -> float:
     return max(metric(prediction, answer) for answer in sample.answers)
 
 
+def settled(sample: Sample, text: str) -> bool:
+    """Only the first line is scored, and it has ended."""
+    return DATA_SETS[_base(sample.task)].first_line and "\n" in text.lstrip("\n")
+
+
 def truncate_middle(sample: Sample, encode: TextEncoder, limit: int) -> Sample:
     """The sample with a prompt of about `limit` tokens at most: the middle is left out, as published.
 

@@ -13,6 +13,9 @@ from errors import InvalidInput
 # As LongBench allows for the same questions.
 MAX_TOKENS = 32
 
+# Between passages, as CacheBlend puts them; it belongs to no chunk.
+SEPARATOR = "\n\n"
+
 _HEADER = "Answer a question from the passages below. Give the answer alone, in at most five words.\n\nPassages:\n"
 _QUESTION = "\n\nAnswer from the passages above. Give the answer alone, in at most five words.\n\nQuestion: "
 

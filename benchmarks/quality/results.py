@@ -31,7 +31,7 @@ class Record:
     options: what the strategy was run with, such as its ratio; digest: the sample's, the same for every strategy and
     run; group: as in the sample; score: 0 to 1; more: other scores by name; kl: teacher-forced divergence from full
     prefill in nats a token; nll: negative log-likelihood of the gold answer in nats a token; tokens: counts by name;
-    timings: milliseconds by phase.
+    timings: milliseconds by phase; machine: what they were measured on; error: why there is no answer, which scores 0.
     """
 
     model: str
@@ -49,6 +49,8 @@ class Record:
     nll: float | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    machine: str = ""
+    error: str = ""
 
     @property
     def method(self) -> str:
@@ -76,6 +78,7 @@ class ResultFile:
     def __init__(self, descriptor: int, records: list[Record]) -> None:
         self._descriptor = descriptor
         self._keys = {record.key for record in records}
+        self._digests = {_prompt(record): record.digest for record in records}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -84,9 +87,14 @@ class ResultFile:
         return len(self._keys)
 
     def append(self, record: Record) -> None:
-        """Adds a record; it is on the disk when this returns. Raises ConfigError when it is there already."""
+        """Adds a record; it is on the disk when this returns.
+
+        Raises ConfigError when it is there already, or when another method's record is of another prompt.
+        """
         if record.key in self._keys:
             raise ConfigError(f"the results already hold {record.key}")
+        if self._digests.setdefault(_prompt(record), record.digest) != record.digest:
+            raise ConfigError(f"the results are of other prompts: {record.suite} {record.task} {record.index} differs")
         _append(self._descriptor, _line(asdict(record)))
         self._keys.add(record.key)
 
@@ -130,6 +138,10 @@ def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
     if not path.is_file():
         raise InvalidInput(f"no results at {path}")
     return _parse(path, _whole_lines(path.read_bytes()))
+
+
+def _prompt(record: Record) -> tuple[str, str, int]:
+    return (record.suite, record.task, record.index)
 
 
 def _whole_lines(content: bytes) -> bytes:

@@ -16,6 +16,7 @@ from benchmarks.quality.ruler_tasks import (
     common_words,
     frequent_words,
     needles,
+    numbered,
     question_answering,
     variable_tracking,
 )
@@ -126,6 +127,21 @@ def score(sample: Sample, prediction: str) -> float:
     """The published score, 0 to 1: any answer in the prediction for QA, else the share of the answers in it."""
     match = metrics.string_match_part if sample.task in _QA else metrics.string_match_all
     return match(prediction, sample.answers)
+
+
+def gold(sample: Sample) -> str:
+    """A right answer as it would follow the answer prefix: all answers in the order and form of the task.
+
+    The values of one key stand in the order of the text, in which a model that reads it will find them.
+    """
+    answers = list(sample.answers)
+    if sample.task in _QA:
+        return f" {answers[0]}"
+    if sample.task == "cwe":
+        return f" {numbered(answers, ' ')}"
+    if sample.task == "niah_multivalue":
+        answers.sort(key="".join(sample.context).index)
+    return " " + (" " if sample.task == "vt" else ", ").join(answers)
 
 
 def _largest(tokens: Callable[[int], int], budget: int, least: int, most: int) -> int:

@@ -128,9 +128,9 @@ def common_words(chance: Random, example: Random, length: int) -> Draft:
     prefix = " Answer: The 10 words that stand in the list most often are:"
     short = length < _SHORT
     shown_list, shown_words = _word_list(example, *((3, 1) if short else (10, 3)))
-    shown = f"{shown_list(20 if short else 40)}{question}{prefix} {_numbered(shown_words, ' ')}\n\n\n"
+    shown = f"{shown_list(20 if short else 40)}{question}{prefix} {numbered(shown_words, ' ')}\n\n\n"
     header = instruction + shown + instruction
-    context, words = _word_list(chance, *((6, 1) if short else (30, 3)), taken=header + question + prefix)
+    context, words = _word_list(chance, *((6, 1) if short else (30, 3)), header + question + prefix)
     return Draft(
         header=header,
         context=context,
@@ -217,17 +217,17 @@ def _chain(chance: Random, letters: int) -> tuple[Callable[[int], str], str, str
 
 
 def _word_list(
-    chance: Random, often: int, seldom: int, taken: str = ""
+    chance: Random, often: int, seldom: int, shown: str = ""
 ) -> tuple[Callable[[int], str], tuple[str, ...]]:
     """List by its number of different words, and the ten that stand in it `often` times; the rest do `seldom` times.
 
-    None of the ten is part of another word or of the text `taken`: naming that would score. When the vocabulary is used
-    up, all words are pairs (`quiet-otter`), of which there are 245,000.
+    None of the ten is part of another word: naming that word would score. None is in `shown`: repeating that would.
+    When the vocabulary is used up, all words are pairs (`quiet-otter`), of which there are 245,000.
     """
     single, paired, order_seed = chance.getrandbits(64), chance.getrandbits(64), chance.getrandbits(64)
     words = list(_vocabulary())
     Random(single).shuffle(words)
-    common = tuple([word for word in words if word not in _parts_of_words() and word not in taken][:10])
+    common = tuple([word for word in words if word not in _parts_of_words() and word not in shown][:10])
     rest = [word for word in words if word not in common]
 
     def context(count: int) -> str:
@@ -237,12 +237,13 @@ def _word_list(
             seldom_words = _distinct(count - 10, lambda: _draw("words", filler))
         entries = [*common * often, *seldom_words * seldom]
         Random(order_seed).shuffle(entries)
-        return _numbered(entries, "\n")
+        return numbered(entries, "\n")
 
     return context, common
 
 
-def _numbered(words: Sequence[str], separator: str) -> str:
+def numbered(words: Sequence[str], separator: str) -> str:
+    """As common words are listed and asked for: `1. word`."""
     return separator.join(f"{index}. {word}" for index, word in enumerate(words, start=1))
 
 

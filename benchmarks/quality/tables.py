@@ -31,7 +31,7 @@ class Table:
         return out.getvalue()
 
     def markdown(self) -> str:
-        """A Markdown table; numbers with two decimals, None as a dash."""
+        """A Markdown table; numbers with two decimals, small ones with two digits, None as a dash."""
         lines = [self.columns, ["---"] * len(self.columns), *(map(_shown, row) for row in self.rows)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -64,4 +64,6 @@ def _points(methods: dict[str, dict[str, float]], method: str) -> float | None:
 
 
 def _shown(cell: Cell) -> str:
-    return "-" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.2f}" if cell == 0 or abs(cell) >= 0.1 else f"{cell:.2g}"
+    return "-" if cell is None else str(cell)

@@ -27,15 +27,17 @@ SERVED = {name: kind for name, kind in STRATEGIES.items() if kind.served}
 __all__ = ["SERVED", "STRATEGIES", "Strategy", "make_strategy"]
 
 
-def make_strategy(name: str, options: Mapping[str, Any], layers: int) -> Strategy:
-    """A strategy that a request asks for, checked against a model of `layers` layers.
+def make_strategy(
+    name: str, options: Mapping[str, Any], layers: int, known: Mapping[str, type[Strategy]] = SERVED
+) -> Strategy:
+    """A strategy that a request asks for, checked against a model of `layers` layers; `known`: which may be named.
 
     Raises UnknownStrategy, or InvalidInput that names the option.
     """
-    if name not in SERVED:
-        raise UnknownStrategy(f"unknown strategy {name!r}; there are {', '.join(SERVED)}")
+    if name not in known:
+        raise UnknownStrategy(f"unknown strategy {name!r}; there are {', '.join(known)}")
     try:
-        strategy = SERVED[name].model_validate(dict(options))
+        strategy = known[name].model_validate(dict(options))
         strategy.check(layers)
     except ValidationError as error:
         first = error.errors()[0]

@@ -5,6 +5,7 @@ Costs a full prefill before the selection, so it is for ablations (Fig. 6 and Fi
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -41,17 +42,33 @@ class Oracle(SelectiveStrategy):
 
 def importance(prefill: Prefill, factor: Factor) -> Steps:
     """fp32 [context]: mean over layers of `factor`. The slots are assembled; the context's stay as they are."""
+    return (yield from importances(prefill, (factor,)))[factor]
+
+
+def importances(prefill: Prefill, factors: Sequence[Factor]) -> Generator[None, None, dict[Factor, Tensor]]:
+    """`importance` of several factors, of one full prefill; `kvshare`, which other rows score, takes one of its own."""
+    found: dict[Factor, Tensor] = {}
+    for apart in (False, True):
+        together = [factor for factor in factors if (factor == "kvshare") is apart]
+        if together:
+            found |= yield from _means(prefill, together)
+    return found
+
+
+def _means(prefill: Prefill, factors: Sequence[Factor]) -> Generator[None, None, dict[Factor, Tensor]]:
     layout, layers = prefill.layout, prefill.model.layout.layers
     everything = torch.arange(len(layout))
+    scoring = everything if "kvshare" in factors else layout.suffix
     exact = prefill.start(everything, prefill.model.new_slots(len(layout)))
     reused = prefill.start(layout.fresh)
-    total = torch.zeros(len(layout.context), device=prefill.model.device)
+    totals = {factor: torch.zeros(len(layout.context), device=prefill.model.device) for factor in factors}
     for layer in range(layers):
-        phi = yield from _received(prefill, exact, layer, everything if factor == "kvshare" else layout.suffix)
+        phi = yield from _received(prefill, exact, layer, scoring)
         phi_reused = yield from _received(prefill, reused, layer, layout.suffix)
         v, v_reused = (prefill.context_kv(layer, 1, slots=run.slots).float() for run in (exact, reused))
-        total += _factor(factor, phi, phi_reused, v, v_reused)
-    return total / layers
+        for factor, total in totals.items():
+            total += _factor(factor, phi, phi_reused, v, v_reused)
+    return {factor: total / layers for factor, total in totals.items()}
 
 
 def _received(prefill: Prefill, run: ForwardPass, layer: int, scoring: Tensor) -> Steps:

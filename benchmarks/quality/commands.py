@@ -1,0 +1,100 @@
+"""What the subcommands of `prophetkv eval` do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from benchmarks.quality.comparison import compare, gap_table
+from benchmarks.quality.evaluator import Evaluator, ModelSource
+from benchmarks.quality.methods import parse_methods, split_specs
+from benchmarks.quality.paper.job import Data, Job, Scale
+from benchmarks.quality.results import Record, load, open_results
+from benchmarks.quality.runner import Budget, Workers, run
+from benchmarks.quality.suites import Plan
+from benchmarks.quality.summary import MEASURES, summary
+from errors import ConfigError, InvalidInput
+from service.models import resolve_language_model
+from service.settings import load_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the suites' commands have in common. started: when the budget of minutes began, of time.monotonic()."""
+
+    out: Path
+    model: str | None
+    strategies: str
+    ratios: Sequence[float]
+    minutes: float | None
+    jobs: int
+    chunk_tokens: int | None
+    started: float
+
+
+def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
+    """Runs a suite into its file and prints its summary. Ends with status 1 when a method failed on a prompt."""
+    console = Console(stderr=True)
+    source, threads = model_source(options.model)
+    evaluator = Evaluator(source.load(threads), source.name, options.chunk_tokens)
+    methods = parse_methods(split_specs(options.strategies), options.ratios, evaluator.model.layout.layers)
+    plan = make_plan(evaluator)
+    with ExitStack() as stack:
+        results = stack.enter_context(open_results(options.out, {**evaluator.settings(), **plan.settings}))
+        workers = None
+        if options.jobs > 1:
+            workers = Workers(options.jobs, source, options.chunk_tokens, threads or os.cpu_count() or 1)
+            stack.callback(workers.close)
+        else:
+            evaluator.warm_up()
+        budget = Budget(options.minutes, options.started)
+        outcome = run(plan, evaluator, methods, results, budget, console=console, workers=workers)
+    print(summary(*load(options.out)))
+    for task, reason in plan.not_run.items():
+        console.print(f"{task} not run: {reason}", highlight=False)
+    if outcome.left:
+        console.print(f"{outcome.left} records did not fit the budget; the same command goes on", highlight=False)
+    if outcome.errors:
+        console.print(f"{len(outcome.errors)} records are of failures, the first: {outcome.errors[0].error}")
+        raise typer.Exit(1)
+
+
+def model_source(model: str | None) -> tuple[ModelSource, int]:
+    """The model that is named, or configured, fetched if need be; and the threads that are configured."""
+    settings = load_settings(**({"model": model} if model else {}))
+    folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
+    name = Path(settings.model).name if Path(settings.model).is_dir() else settings.model
+    return ModelSource(name, folder, settings.device, settings.dtype), settings.threads
+
+
+def differences(a: Sequence[Record], b: Sequence[Record]) -> str:
+    """Tables of run `a` against run `b` by each measure that both have. Raises InvalidInput when there is none."""
+    tables = [f"\n## score\n\n{gap_table(compare(a, b)).markdown()}"]
+    for measure in MEASURES[1:]:
+        try:
+            tables.append(f"\n## {measure}\n\n{gap_table(compare(a, b, measure=measure)).markdown()}")
+        except InvalidInput:
+            continue
+    return "".join(tables)
+
+
+def reproduce_paper(model: str | None, budget: Budget, data: Data, out: Path, scale: Scale) -> None:
+    """Makes the paper's tables and figures in a folder. Ends with status 1 when a part failed."""
+    try:
+        from benchmarks.quality.paper.reproduce import check, reproduce
+    except ImportError as error:
+        raise ConfigError("the figures need matplotlib: pip install 'prophetkv-service[eval]'") from error
+    source, threads = model_source(model)
+    job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True))
+    check(job)
+    done = reproduce(job, budget, " ".join(["prophetkv", *sys.argv[1:]]))
+    print(out / "index.md")
+    if not done:
+        raise typer.Exit(1)

@@ -1,0 +1,286 @@
+"""Figures 2, 3, 4, 6, 8, 9 and 10. What each measures is said at its artefact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from benchmarks.quality.methods import FULL, Method, parse_methods
+from benchmarks.quality.paper.artefacts import Artefact
+from benchmarks.quality.paper.attention import (
+    CRITERIA,
+    FACTORS,
+    QUERY,
+    Overlaps,
+    Recoveries,
+    Residuals,
+    oracle_methods,
+)
+from benchmarks.quality.paper.example import RATIO as EXAMPLE_RATIO
+from benchmarks.quality.paper.example import counts, example
+from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, RULER_NAMES, Job, means
+from benchmarks.quality.paper.plots import Line, Panel, plot_bars, plot_panels, plot_tokens
+from benchmarks.quality.paper.published import STATEMENTS
+from benchmarks.quality.results import Record
+from benchmarks.quality.runner import Budget
+from benchmarks.quality.statistics import Interval
+from benchmarks.quality.suites import musique_plan
+from benchmarks.quality.tables import Table
+
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of Figure 8, between naive (0) and full (1)
+SMALL_RATIOS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2)  # of Figures 6 and 9
+CHUNK_SIZES = (128, 256, 512, 1024)
+CURVES = ("random", "epic", "cacheblend", "kvshare", "prophetkv")
+
+# The factors of Eq. 6, and the criteria that they are.
+_FACTOR_LABELS = {
+    "ideal": "ideal (Eq. 5)",
+    "delta_phi": "Δφ",
+    "phi": "φ' (ProphetKV)",
+    "delta_v": "ΔV",
+    "v": "V'",
+    "cacheblend": "ΔV, squared (CacheBlend)",
+    "kvshare": "attention times ΔV (KVShare)",
+}
+
+
+def figure_2(job: Job, budget: Budget) -> list[Artefact]:
+    """One small prompt: the budget does not matter."""
+    table, tokens, selected, answers = example(job.evaluator(chunk_tokens=None))
+    panels = {f"{name}: {answers[name][:80]}": chosen for name, chosen in selected.items()}
+    return [
+        Artefact(
+            stem="figure-2",
+            title="Figure 2: what is recomputed for a question over two chunks, with a third that misleads",
+            measured=f"Tokens that each method selects at ratio {EXAMPLE_RATIO}, in red; the sentences that matter in "
+            "black. The text is the project's own. The detail has every token.",
+            table=counts(table),
+            detail=table,
+            draw=partial(plot_tokens, tokens=tokens, panels=panels),
+            notes=[f"{name} answers: {answer}" for name, answer in answers.items()],
+            published=[STATEMENTS[2]],
+        )
+    ]
+
+
+def figures_3_and_4(job: Job, budget: Budget) -> list[Artefact]:
+    """Both from one pass over the prompts of the shortest length."""
+    asked = parse_methods(["random", "epic", "cacheblend", "kvshare", "prophetkv"], [RATIO], job.model.layout.layers)
+    selecting = [method for method in asked if "ratio" in method.options]
+    evaluator = job.evaluator(Overlaps)
+    plan = job.ruler(evaluator, [min(job.scale.lengths)])
+    records, notes = job.run("overlap", evaluator, plan, [QUERY, *selecting], budget)
+    by_method = means(records, lambda record: record.method)
+    of_query = [record for record in records if record.method == QUERY.name]
+    by_task = {
+        RULER_NAMES.get(task, task): means([record for record in of_query if record.task == task], lambda record: "")[
+            ""
+        ]
+        for task in dict.fromkeys(record.task for record in of_query)
+    }
+    decoding = "the 20 % of context tokens with the most attention from the rows of full prefill's answer"
+    return [
+        _bars(
+            *("figure-3", 3, "Figure 3: overlap of selections with what decoding attends to", "method"),
+            f"Of {decoding}, the share that a method selects at ratio {RATIO}; `query` is the same share of tokens by "
+            "attention from question and chat tail under full prefill. Means over tasks with 95 % intervals.",
+            by_method,
+            notes,
+        ),
+        _bars(
+            *("figure-4", 4, "Figure 4: overlap of what the question and what decoding attends to", "task"),
+            f"Of {decoding}, the share among the 20 % with the most attention from question and chat tail, both under "
+            f"full prefill of {job.name}. The paper's bars are models, these are tasks.",
+            by_task,
+            notes,
+        ),
+    ]
+
+
+def figure_6(job: Job, budget: Budget) -> list[Artefact]:
+    """Residual loss per factor."""
+    evaluator = job.evaluator(Residuals)
+    plan = job.ruler(evaluator, [min(job.scale.lengths)])
+    wanted = oracle_methods(FACTORS, SMALL_RATIOS)
+    records, notes = job.run("residual", evaluator, plan, wanted, budget)
+    found = means(records, _factor_and_ratio)
+    return [
+        _curves(
+            *("figure-6", 6, "Figure 6: residual loss by the factor that selects"),
+            "The sum of |φV - φ'V'| over the tokens not selected, as a share of the sum over all (Eq. 4): less is best."
+            " Factors are averaged over layers before the selection. Means over tasks.",
+            {"residual loss": _lines(found, FACTORS)},
+            notes,
+        )
+    ]
+
+
+def figure_8(job: Job, budget: Budget) -> list[Artefact]:
+    """Multivalue, and MuSiQue if its path is given or else variable tracking; or the first two of the job's tasks."""
+    evaluator = job.evaluator()
+    asked = [*parse_methods([*CURVES, "naive"], RATIOS, job.model.layout.layers)]
+    length = min(job.scale.lengths)
+    tasks = job.curve_tasks[:1] if job.data.musique is not None else job.curve_tasks
+    half = budget.part(0.5) if job.data.musique is not None else budget
+    records, notes = job.run("ruler", evaluator, job.ruler(evaluator, [length], tasks), asked, half)
+    if job.data.musique is not None:
+        plan = musique_plan(job.data.musique, samples=job.scale.samples, seed=job.scale.seed)
+        more, told = job.run("musique", job.evaluator(chunk_tokens=None), plan, asked, budget)
+        records, notes = records + more, notes + told
+    panels = {
+        RULER_NAMES.get(task, task): _accuracy_lines([record for record in records if record.task == task])
+        for task in dict.fromkeys(record.task for record in records)
+    }
+    return [
+        _curves(
+            *("figure-8", 8, "Figure 8: accuracy over the ratio"),
+            f"Points of 100 at RULER's length {length}; at ratio 0 stands naive reuse, at 1 full prefill, for every "
+            "method, as they are the same there. Only prompts that all points have.",
+            panels,
+            notes,
+            y_label="points of 100",
+        )
+    ]
+
+
+def figure_9(job: Job, budget: Budget) -> list[Artefact]:
+    """Every criterion with exact knowledge, and the same recomputation."""
+    evaluator = job.evaluator(Recoveries)
+    plan = job.ruler(evaluator, [min(job.scale.lengths)])
+    wanted = oracle_methods(CRITERIA, SMALL_RATIOS)
+    records, notes = job.run("recovery", evaluator, plan, wanted, budget)
+    attended = means(records, _factor_and_ratio)
+    ideal = means(records, _factor_and_ratio, lambda record: record.more["ideal"])
+    return [
+        _curves(
+            *("figure-9", 9, "Figure 9: overlap over the ratio, with exact knowledge for every criterion"),
+            "Left: of the 20 % of tokens that the question attends to most under full prefill, the share among the 20 %"
+            " after the selected tokens were recomputed. Right: of the ideal's selection, the share that the criterion "
+            "selects as well. Each criterion is known exactly, at all layers; recomputation is Stage II for all.",
+            {
+                "attended tokens recovered": _lines(attended, CRITERIA),
+                "overlap with the ideal": _lines(ideal, CRITERIA),
+            },
+            notes,
+        )
+    ]
+
+
+def figure_10(job: Job, budget: Budget) -> list[Artefact]:
+    """The same prompts in chunks of four sizes."""
+    asked = parse_methods([*CURVES, "naive"], [RATIO], job.model.layout.layers)
+    length, task = min(job.scale.lengths), job.curve_tasks[0]
+    found: dict[int, dict[str, Interval]] = {}
+    notes: list[str] = []
+    for done, size in enumerate(CHUNK_SIZES):
+        evaluator = job.evaluator(chunk_tokens=size)
+        plan = job.ruler(evaluator, [length], [task])
+        name = "ruler" if size == CHUNK_TOKENS else f"ruler-chunks-{size}"
+        records, told = job.run(name, evaluator, plan, asked, budget.part(1 / (len(CHUNK_SIZES) - done)))
+        found[size] = means(records, lambda record: record.method)
+        notes += [f"chunks of {size}: {note}" for note in told]
+    names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
+    lines: dict[str, _Points] = {
+        name: [(size, 100 * found[size][name].mean) for size in CHUNK_SIZES if name in found[size]] for name in names
+    }
+    return [
+        _curves(
+            *("figure-10", 10, "Figure 10: accuracy over the chunk size"),
+            f"Points of 100 on {RULER_NAMES.get(task, task)} at RULER's length {length} and ratio {RATIO}.",
+            {RULER_NAMES.get(task, task): lines},
+            notes,
+            x_label="tokens a chunk",
+            y_label="points of 100",
+            log=True,
+        )
+    ]
+
+
+_FLOORS = ("none", "random")
+_Points = list[tuple[float, float]]
+
+
+def _factor_and_ratio(record: Record) -> tuple[str, float]:
+    return str(record.options["factor"]), float(record.options["ratio"] or 0.0)
+
+
+def _lines(found: Mapping[tuple[str, float], Interval], factors: Sequence[str]) -> dict[str, _Points]:
+    return {
+        _FACTOR_LABELS[factor]: [(ratio, interval.mean) for (name, ratio), interval in found.items() if name == factor]
+        for factor in factors
+        if found
+    }
+
+
+def _accuracy_lines(records: Sequence[Record]) -> dict[str, _Points]:
+    found = means(records, lambda record: record.method)
+    if not found:
+        return {}
+    ends = [(0.0, 100 * found["naive"].mean), (1.0, 100 * found[FULL].mean)]
+    lines = {
+        name: [
+            ends[0],
+            *((ratio, 100 * found[Method(name, {"ratio": ratio}).name].mean) for ratio in RATIOS),
+            ends[1],
+        ]
+        for name in CURVES
+    }
+    none = 100 * found["none"].mean
+    return {**lines, "none": [(0.0, none), (1.0, none)]}
+
+
+def _curves(
+    stem: str,
+    number: int,
+    title: str,
+    measured: str,
+    panels: Mapping[str, Mapping[str, _Points]],
+    notes: Sequence[str],
+    *,
+    x_label: str = "ratio",
+    y_label: str = "share",
+    log: bool = False,
+) -> Artefact:
+    """A row a curve, by the panel it is drawn in, with its values over x."""
+    everywhere = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+    rows = [
+        (panel, label, *(dict(points).get(x) for x in everywhere))
+        for panel, lines in panels.items()
+        for label, points in lines.items()
+    ]
+    drawn = [
+        Panel(panel, [Line(label, points, label.split()[0] in _FLOORS) for label, points in lines.items()], y_label)
+        for panel, lines in panels.items()
+    ]
+    return Artefact(
+        stem=stem,
+        title=title,
+        measured=measured,
+        table=Table(("panel", f"method, by {x_label}", *(f"{x:g}" for x in everywhere)), tuple(rows)) if rows else None,
+        draw=partial(plot_panels, panels=drawn, x_label=x_label, log=log),
+        notes=notes,
+        published=[STATEMENTS[number]],
+    )
+
+
+def _bars(
+    stem: str,
+    number: int,
+    title: str,
+    name: str,
+    measured: str,
+    bars: Mapping[str, Interval],
+    notes: Sequence[str],
+) -> Artefact:
+    """A row a bar: name, value, interval, prompts."""
+    rows = [(label, bar.mean, bar.low, bar.high, bar.pairs) for label, bar in bars.items()]
+    ends = {label: (bar.mean, bar.low, bar.high) for label, bar in bars.items()}
+    return Artefact(
+        stem=stem,
+        title=title,
+        measured=measured,
+        table=Table((name, "overlap", "low", "high", "prompts"), tuple(rows)) if rows else None,
+        draw=partial(plot_bars, bars=ends, title=title, y_label="overlap"),
+        notes=notes,
+        published=[STATEMENTS[number]],
+    )

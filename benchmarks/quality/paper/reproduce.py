@@ -1,0 +1,100 @@
+"""All parts within a budget, and the page that holds them together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.quality import longbench, musique
+from benchmarks.quality.paper import figures, tables
+from benchmarks.quality.paper.artefacts import Artefact, write
+from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, Job
+from benchmarks.quality.runner import Budget
+from benchmarks.report import conditions
+
+_BUDGET_SPENT = "the budget was spent before; the same command goes on with it"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What makes some artefacts; their stems and titles stand for them when it is not run. share: its weight."""
+
+    make: Callable[[Job, Budget], list[Artefact]]
+    share: float
+    artefacts: tuple[tuple[str, str], ...]
+
+
+PARTS = (
+    Part(figures.figure_2, 2, (("figure-2", "Figure 2"),)),
+    Part(tables.ruler_tables, 30, (("table-ruler", "Tables 1, 5 and 6: RULER"),)),
+    Part(tables.ttft_table, 6, (("table-ttft", "Tables 2 and 4: time to the first token"),)),
+    Part(figures.figures_3_and_4, 8, (("figure-3", "Figure 3"), ("figure-4", "Figure 4"))),
+    Part(figures.figure_6, 6, (("figure-6", "Figure 6"),)),
+    Part(figures.figure_9, 10, (("figure-9", "Figure 9"),)),
+    Part(figures.figure_8, 16, (("figure-8", "Figure 8"),)),
+    Part(figures.figure_10, 12, (("figure-10", "Figure 10"),)),
+    Part(tables.longbench_tables, 10, (("table-longbench", "Tables 1, 7 and 8: LongBench"),)),
+)
+
+
+def check(job: Job) -> None:
+    """Raises InvalidInput now for what would only fail when its turn comes: lengths, tasks, paths."""
+    job.ruler(job.evaluator(), job.scale.lengths)
+    if job.data.longbench is not None:
+        longbench.find(job.data.longbench)
+    if job.data.musique is not None:
+        musique.load(job.data.musique)
+
+
+def reproduce(job: Job, budget: Budget, command: str) -> bool:
+    """Makes all tables and figures and index.md in the job's folder; what fails does not stop the others.
+
+    A part gets its share of what is left, so what one leaves over is for the others, and computes one prompt at
+    least. Returns whether nothing failed.
+    """
+    job.out.mkdir(parents=True, exist_ok=True)
+    job.evaluator().warm_up()
+    made: list[Artefact] = []
+    for number, part in enumerate(PARTS):
+        share = part.share / sum(later.share for later in PARTS[number:])
+        made += _attempt(job, part, budget, share)
+    pages = [write(job.out, artefact) for artefact in made]
+    (job.out / "index.md").write_text("\n".join([_head(job, budget, command), *pages]))
+    return not any(artefact.failed for artefact in made)
+
+
+def _attempt(job: Job, part: Part, budget: Budget, share: float) -> list[Artefact]:
+    job.console.print(", ".join(title for _, title in part.artefacts), highlight=False)
+    failed = False
+    if budget.left() <= 0:
+        reason = _BUDGET_SPENT
+    else:
+        try:
+            return part.make(job, budget.part(share))
+        except Exception as error:  # said on the page and by the exit status
+            job.console.print_exception()
+            failed, reason = True, f"failed: {type(error).__name__}: {error}"
+    return [
+        Artefact(stem=stem, title=title, measured="", notes=[reason], failed=failed) for stem, title in part.artefacts
+    ]
+
+
+def _head(job: Job, budget: Budget, command: str) -> str:
+    told = conditions()
+    model = job.model
+    lines = [
+        f"# The paper's evaluation on {job.name}",
+        "",
+        f"- command: `{command}`",
+        f"- model: {job.name}, {str(model.dtype).removeprefix('torch.')} on {job.evaluator().machine}",
+        f"- machine: {told['cpu']}, {told['cores']} cores, {told['capability']}, load {told['load']:.1f}",
+        f"- date: {told['date']}; seed {job.scale.seed}; RULER's lengths {', '.join(map(str, job.scale.lengths))}; "
+        f"chunks of {CHUNK_TOKENS} tokens; ratio {RATIO} where no other is named",
+        f"- versions: prophetkv {told['prophetkv']}, torch {told['torch']}, transformers {told['transformers']}",
+        f"- time: {(time.monotonic() - budget.started) / 60:.1f} minutes, and what earlier runs of the folder took",
+        "",
+        "The paper (arXiv 2602.02579) used other models and other hardware: its numbers stand beside for the shape.",
+        "",
+    ]
+    return "\n".join(lines)

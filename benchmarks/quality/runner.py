@@ -1,0 +1,190 @@
+"""Runs methods over a plan's prompts and adds a record of each to the run's file; a run goes on where it was cut.
+
+Prompts are computed in this process or, with several jobs, in processes of their own; only this one writes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
+from benchmarks.quality.methods import Method
+from benchmarks.quality.results import Record, ResultFile
+from benchmarks.quality.suites import Plan, PromptId
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run came to. left: records that the budget did not allow; errors: methods that failed, by record."""
+
+    added: int = 0
+    left: int = 0
+    errors: list[Record] = field(default_factory=list)
+
+
+class Budget:
+    """Wall time that may be used. `minutes` None: as much as is needed."""
+
+    def __init__(self, minutes: float | None, started: float | None = None) -> None:
+        self.started = time.monotonic() if started is None else started
+        self._end = None if minutes is None else self.started + 60 * minutes
+
+    def left(self) -> float:
+        """Seconds."""
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+    def part(self, share: float) -> Budget:
+        """A budget of a share of what is left."""
+        now = time.monotonic()
+        return Budget(None if self._end is None else max(0.0, share * (self._end - now) / 60), now)
+
+
+def run(
+    plan: Plan,
+    evaluator: Evaluator,
+    methods: Sequence[Method],
+    results: ResultFile,
+    budget: Budget,
+    *,
+    console: Console,
+    workers: Workers | None = None,
+) -> Outcome:
+    """Computes what is missing, as far as the budget goes; a prompt that would overrun it is not begun.
+
+    At least one prompt is computed, for nothing is known of their cost before. Raises PromptTooLong for a prompt that
+    does not fit the model's window.
+    """
+    missing = [
+        (prompt, lacking) for prompt in plan.prompts if (lacking := _lacking(evaluator, prompt, methods, results))
+    ]
+    total = sum(len(lacking) for _, lacking in missing)
+    outcome = Outcome(left=total)
+    pace = _Pace(budget)
+
+    def work() -> Iterator[Work]:
+        for prompt, lacking in missing:
+            if pace.allows(prompt):
+                begun = time.perf_counter()
+                sample = plan.make(prompt)
+                yield Work(sample, lacking, time.perf_counter() - begun)
+
+    with progress(console, total) as advance:
+        for records in _computed(work(), evaluator, workers):
+            for record in records:
+                results.append(record)
+                outcome.added += 1
+                outcome.left -= 1
+                pace.observe(record)
+                if record.error:
+                    outcome.errors.append(record)
+                advance(f"{record.suite} {record.task} {record.index} {record.method}")
+    return outcome
+
+
+class Workers:
+    """Processes that each hold the model. Their threads share the cores."""
+
+    def __init__(self, count: int, source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
+        self.count = count
+        self._pool = ProcessPoolExecutor(
+            count,
+            multiprocessing.get_context("spawn"),  # a forked torch hangs
+            _begin_worker,
+            (source, chunk_tokens, max(1, threads // count)),
+        )
+
+    def submit(self, work: Work) -> Future[list[Record]]:
+        """All records of a prompt."""
+        return self._pool.submit(_worker_records, work)
+
+    def close(self) -> None:
+        """Ends the processes once they have done what they are at."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar with the time that is left; gives what is called after each step with its name.
+
+    Where there is no terminal, a line says every twentieth of the way.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        done = 0
+
+        def advance(name: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, advance=1, description=name)
+            if not console.is_terminal and done * 20 // total > (done - 1) * 20 // total:
+                left = (bar.tasks[0].time_remaining or 0) / 60
+                console.print(f"{done} of {total}, {left:.0f} minutes left: {name}", highlight=False)
+
+        yield advance
+
+
+class _Pace:
+    """Whether a prompt may be begun, judged by those that were computed, of the same task if there are any."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._spent: dict[tuple[str, str, int], float] = defaultdict(float)
+
+    def allows(self, prompt: PromptId) -> bool:
+        if not self._spent:
+            return True
+        alike = [spent for key, spent in self._spent.items() if key[:2] == (prompt.suite, prompt.task)]
+        return self._budget.left() > fmean(alike or self._spent.values())
+
+    def observe(self, record: Record) -> None:
+        parts = ("prepare", "encode", "prefill", "decode", "forced", "score")
+        seconds = sum(record.timings.get(part, 0.0) for part in parts) / 1000
+        self._spent[record.suite, record.task, record.index] += seconds
+
+
+def _lacking(
+    evaluator: Evaluator, prompt: PromptId, methods: Sequence[Method], results: ResultFile
+) -> tuple[Method, ...]:
+    where = (evaluator.name, prompt.suite, prompt.task, prompt.index)
+    return tuple(method for method in methods if (*where, method.name) not in results)
+
+
+def _computed(work: Iterable[Work], evaluator: Evaluator, workers: Workers | None) -> Iterator[Iterable[Record]]:
+    """The records of every prompt, as they come."""
+    if workers is None:
+        for one in work:
+            yield evaluator.records(one)
+        return
+    running: set[Future[list[Record]]] = set()
+    for one in work:
+        running.add(workers.submit(one))
+        if len(running) == workers.count:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    for future in running:
+        yield future.result()
+
+
+_evaluator: Evaluator | None = None  # of a worker process
+
+
+def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
+    global _evaluator
+    _evaluator = Evaluator(source.load(threads), source.name, chunk_tokens)
+    _evaluator.warm_up()
+
+
+def _worker_records(work: Work) -> list[Record]:
+    assert _evaluator is not None
+    return list(_evaluator.records(work))

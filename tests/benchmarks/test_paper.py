@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.quality.evaluator import Evaluator
+from benchmarks.quality.measure import PromptRun
+from benchmarks.quality.methods import Method
+from benchmarks.quality.paper import figures
+from benchmarks.quality.paper.artefacts import Artefact
+from benchmarks.quality.paper.attention import (
+    QUERY,
+    Overlaps,
+    Recoveries,
+    Residuals,
+    _attended_by_question,
+    _attended_while_decoding,
+    oracle_methods,
+)
+from benchmarks.quality.paper.job import Data, Job, Scale, means
+from benchmarks.quality.paper.published import (
+    LONGBENCH,
+    LONGBENCH_EXTENDED,
+    LONGBENCH_PLAIN,
+    RULER_4K,
+    RULER_8K,
+    RULER_16K,
+    TTFT,
+)
+from benchmarks.quality.paper.reproduce import Part, check, reproduce
+from benchmarks.quality.runner import Budget
+from engine.model import Model
+from errors import InvalidInput
+from tests.benchmarks.records import record
+from tests.benchmarks.test_runner import write_longbench, write_musique
+from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, one_thread, sample
+from tests.tiny import plain_module
+
+FIGURES = ("figure-2", "figure-3", "figure-4", "figure-6", "figure-8", "figure-9", "figure-10")
+TABLES = ("table-ruler-620", "table-ttft", "table-longbench")
+
+
+@pytest.fixture(autouse=True)
+def _tiny_work() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Model:
+    return Model.load(tiny_folder, "cpu", "float32")
+
+
+def job(model: Model, out: Path, **data: Path) -> Job:
+    return Job(model, "tiny", out, Scale([620], 1, 0, ["vt"]), Data(**data), Console(quiet=True))
+
+
+def test_the_folder_is_complete(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RATIOS", (0.1, 0.5))
+    monkeypatch.setattr(figures, "SMALL_RATIOS", (0.05, 0.2))
+    longbench, musique = write_longbench(tmp_path / "longbench", count=1), write_musique(tmp_path / "m.json", count=1)
+    asked = job(model, tmp_path / "out", longbench=longbench, musique=musique)
+    assert reproduce(asked, Budget(10), "prophetkv eval paper")
+    for stem in (*FIGURES, *TABLES):
+        with (asked.out / f"{stem}.csv").open() as file:
+            assert len(list(csv.reader(file))) > 1, stem
+        assert (asked.out / f"{stem}.md").read_text().startswith("| ")
+    for stem in FIGURES:
+        assert (asked.out / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+    page = (asked.out / "index.md").read_text()
+    for told in ("`prophetkv eval paper`", "model: tiny, float32 on", "machine:", "seed 0", "date: 20", "torch"):
+        assert told in page
+    assert page.count("![") == len(FIGURES)
+    assert page.count("\nThe paper, ") == len(FIGURES) + 5
+    assert page.count("**Not run.**") == 1  # there are no extended sets of LongBench
+    # Everything is kept: a second run computes nothing.
+    before = {path.name: path.read_bytes() for path in (asked.out / "records").iterdir()}
+    assert reproduce(asked, Budget(10), "again")
+    assert {path.name: path.read_bytes() for path in (asked.out / "records").iterdir()} == before
+
+
+def test_what_the_budget_does_not_allow_is_said(model: Model, tmp_path: Path) -> None:
+    asked = job(model, tmp_path)
+    assert reproduce(asked, Budget(0), "prophetkv")
+    page = (tmp_path / "index.md").read_text()
+    assert page.count("**Not run.**") == page.count("the budget was spent before") > 8
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_part_that_fails_is_said_and_the_others_go_on(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(job: Job, budget: Budget) -> list[Artefact]:
+        raise RuntimeError("out of luck")
+
+    parts = (Part(fail, 1, (("figure-3", "Figure 3"),)), Part(figures.figure_2, 1, (("figure-2", "Figure 2"),)))
+    monkeypatch.setattr("benchmarks.quality.paper.reproduce.PARTS", parts)
+    assert not reproduce(job(model, tmp_path), Budget(10), "prophetkv")
+    page = (tmp_path / "index.md").read_text()
+    assert "failed: RuntimeError: out of luck" in page
+    assert (tmp_path / "figure-2.png").exists()
+
+
+def test_bad_paths_are_said_before_the_work_begins(model: Model, tmp_path: Path) -> None:
+    for data in ({"longbench": tmp_path}, {"musique": tmp_path / "none"}, {"haystack": tmp_path / "none"}):
+        with pytest.raises(InvalidInput):
+            check(job(model, tmp_path, **data))
+
+
+# What the figures measure
+
+
+@pytest.fixture
+def run(model: Model) -> Iterator[PromptRun]:
+    with torch.inference_mode():
+        found = Evaluator(model, "tiny", CHUNK_TOKENS).start(sample(max_tokens=8))
+        found.full()
+        yield found
+
+
+def attention_maps(run: PromptRun, tokens: tuple[int, ...]) -> torch.Tensor:
+    """[layers, heads, rows, keys] of the prompt and `tokens` behind it, by the plain model."""
+    assert run.reference is not None
+    plain = plain_module(run.model._module.config, "eager")
+    plain.load_state_dict(run.model._module.state_dict())
+    ids = torch.cat((run.reference.prefill.layout.ids, torch.tensor(tokens, dtype=torch.int64)))
+    return torch.stack(plain(ids[None], output_attentions=True).attentions)[:, 0]
+
+
+def test_attention_is_that_of_the_plain_model(run: PromptRun) -> None:
+    assert run.reference is not None
+    layout, answer = run.reference.prefill.layout, run.reference.answer
+    maps = attention_maps(run, answer)
+    decoding = maps[:, :, len(layout) : len(layout) + len(answer) - 1, :].sum((0, 1, 2))[layout.context]
+    found = _attended_while_decoding(run)
+    assert float((found - decoding).abs().max()) < 1e-4 * float(decoding.max())
+    asking = maps[:, :, layout.suffix_start : len(layout), :].mean((0, 1)).sum(0)[layout.context]
+    found = _attended_by_question(run.reference.prefill)
+    assert float((found - asking).abs().max()) < 1e-4 * float(asking.max())
+
+
+def test_overlaps(model: Model, run: PromptRun) -> None:
+    everything, nothing = Method("epic", {"ratio": 1.0}), Method("epic", {"ratio": 0.0})
+    methods = [everything, nothing, QUERY, Method("prophetkv", {"ratio": 0.2})]
+    shares = [share for _, share, _ in Overlaps(model, "tiny", CHUNK_TOKENS).shares(run, methods)]
+    assert shares[:2] == [1.0, 0.0]
+    assert 0.2 < shares[2] <= 1.0
+    assert 0.2 < shares[3] <= 1.0
+
+
+def test_the_ideal_leaves_least(model: Model, run: PromptRun) -> None:
+    methods = oracle_methods(("ideal", "delta_phi", "v"), (0.0, 0.1, 0.5, 1.0))
+    found: dict[str, list[float]] = {}
+    for method, share, _ in Residuals(model, "tiny", CHUNK_TOKENS).shares(run, methods):
+        found.setdefault(str(method.options["factor"]), []).append(share)
+    for shares in found.values():
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 1.0
+        assert shares[-1] == pytest.approx(0.0, abs=1e-6)
+    for factor in ("delta_phi", "v"):
+        assert all(least <= other for least, other in zip(found["ideal"], found[factor], strict=True))
+
+
+def test_recomputing_everything_recovers_everything(model: Model, run: PromptRun) -> None:
+    methods = oracle_methods(("ideal", "phi", "kvshare"), (0.1, 1.0))
+    found = {
+        (method.options["factor"], method.options["ratio"]): (share, more["ideal"])
+        for method, share, more in Recoveries(model, "tiny", CHUNK_TOKENS).shares(run, methods)
+    }
+    for factor in ("ideal", "phi", "kvshare"):
+        assert found[factor, 1.0] == (1.0, 1.0)
+        assert found[factor, 0.1][0] < 1.0
+    assert found["ideal", 0.1][1] == 1.0
+    assert found["phi", 0.1][1] < 1.0
+
+
+def test_means_are_of_shared_prompts() -> None:
+    records = [record("a", 0, 1.0), record("a", 1, 0.0), record("b", 0, 0.5)]
+    found = means(records, lambda one: one.method)
+    assert {name: (interval.mean, interval.pairs) for name, interval in found.items()} == {"a": (1.0, 1), "b": (0.5, 1)}
+    assert means([record("a", 0), record("b", 1)], lambda one: one.method) == {}
+    assert means([], lambda one: one.method) == {}
+
+
+def test_the_papers_numbers_add_up() -> None:
+    """Rows are complete, and where the mean is that of the shown columns it is what stands there."""
+    for table, count in ((RULER_4K, 18), (RULER_8K, 18), (RULER_16K, 18), (LONGBENCH, 18), (LONGBENCH_PLAIN, 18)):
+        assert len(table.table.rows) == count
+    assert len(LONGBENCH_EXTENDED.table.rows) == 18
+    assert len(TTFT.table.rows) == 9
+    for table in (RULER_4K, LONGBENCH, LONGBENCH_PLAIN, LONGBENCH_EXTENDED):
+        for row in table.table.rows:
+            numbers = [float(cell) for cell in row[2:-1] if cell is not None]
+            assert float(row[-1] or 0) == pytest.approx(sum(numbers) / len(numbers), abs=0.6), (table.source, row)
