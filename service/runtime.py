@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 TENANT = "default"
 CODEC = "raw"
+_LOADER = "load"  # the thread's name
 _PARSERS = 2  # documents parsed at a time: bounds memory, and leaves threads to the queries
 DEFAULT_COLLECTION = "default"
 
@@ -91,6 +92,11 @@ class Runtime:
             raise
         self.started = True
         log.info("ready: %s on %s in %s", self.settings.model, self.model.device, self.model.dtype)
+
+    @staticmethod
+    def loading() -> bool:
+        """A thread still loads models, though nobody may be waiting for it any more."""
+        return any(thread.name == _LOADER for thread in threading.enumerate())
 
     async def stop(self) -> None:
         """Stops what was started, in reverse order."""
@@ -202,7 +208,7 @@ async def _in_daemon_thread(call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, error)
 
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=run, name=_LOADER, daemon=True).start()
     await done
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -94,4 +95,9 @@ def serve(settings: Settings) -> int:
     """Serves until a signal comes. Returns the exit status: 0 after an orderly end, 1 when starting failed."""
     server = make_server(settings)
     server.run()
-    return 0 if server.started and server.runtime.failure is None else 1
+    status = 0 if server.started and server.runtime.failure is None else 1
+    if server.runtime.loading():
+        # Nothing can end that thread, and Python's own end would abort in the middle of native code that it runs.
+        logging.shutdown()
+        os._exit(status)
+    return status
