@@ -77,6 +77,8 @@ class _Store:
         yield from ()
         return LoadedChunk(ChunkKV(tuple(self._pool[int(chunk.key, 16)].unbind())), "memory")
 
+    compute = load  # never asked: `auto` is not measured here
+
 
 class Prefills:
     """One model's measurements."""
@@ -97,7 +99,7 @@ class Prefills:
         for memory in self._stores:
             contestants.append(Contestant("naive", None, memory))
             for kind in SERVED:
-                if kind not in _WITHOUT_RATIO:
+                if kind not in (*_WITHOUT_RATIO, "auto"):
                     contestants += [Contestant(kind, ratio, memory) for ratio in self._plan.ratios]
         results, round_share = [], 0.0
         for index, length in enumerate(self._plan.lengths):

@@ -20,10 +20,10 @@ from benchmarks.launch import running_server
 from benchmarks.report import conditions, paired_ratio, write
 from engine.base import GenerateRequest, Sampling
 from engine.encode import PrefixCache
+from engine.forward import run_steps
 from engine.model import Model, load_tokenizer, text_encoder
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
-from service.doctor import run_steps
 from service.models import resolve_language_model
 from service.settings import Settings, load_settings
 
@@ -141,6 +141,8 @@ class _NoSource:
 
     def load(self, chunk: object) -> Any:
         raise AssertionError
+
+    compute = load
 
 
 def load_model(settings: Settings) -> Model:

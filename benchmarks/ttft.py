@@ -30,13 +30,12 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import GenerateRequest, Part, Prefilled, Sampling, Token
-from engine.decode import Throughput
 from engine.encode import PrefixCache, encode_chunk
+from engine.forward import run_steps
 from engine.generate import generate
 from engine.model import Model, text_encoder
 from engine.strategies import STRATEGIES, Strategy
 from errors import InvalidInput
-from service.doctor import run_steps
 from service.models import resolve_language_model
 from service.settings import Settings
 
@@ -69,7 +68,7 @@ class Run:
 
 def measure(settings: Settings, plan: Plan, command: str) -> dict[str, Any]:
     """All lengths; see `report` for what becomes of the result."""
-    unknown = [name for name in plan.strategies if name not in STRATEGIES or name in ("full", "oracle")]
+    unknown = [name for name in plan.strategies if name not in STRATEGIES or name in ("full", "auto", "oracle")]
     if unknown:
         raise InvalidInput(f"cannot measure {', '.join(unknown)} against full", field="strategies")
     folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
@@ -124,7 +123,7 @@ def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, reques
     """Runs the request as the engine does, to its first token."""
     gc.collect()
     start = time.perf_counter()
-    for event in generate(model, source, prefixes, Throughput(), request):
+    for event in generate(model, source, prefixes, request):
         if isinstance(event, Prefilled):
             usage, timings = event.usage, event.timings
         if isinstance(event, Token):

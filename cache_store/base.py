@@ -124,3 +124,6 @@ class KVSource(Protocol):
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """Yields between steps of device work, so that the caller may do something else or give up."""
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """The same without asking the tiers: for a chunk that is computed faster than it is read."""

@@ -28,6 +28,11 @@ class ChunkSource:
         found = self._store.lookup(chunk)
         if found.kv is not None and found.tier is not None:
             return LoadedChunk(found.kv, found.tier, found.faults)
+        computed = yield from self.compute(chunk)
+        return LoadedChunk(computed.kv, computed.tier, found.faults)
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """See KVSource.compute. The result is in the store, or on its way there."""
         computation = self._running.get(chunk.key)
         if computation is None:
             computation = _Computation(self._encode(chunk))
@@ -44,7 +49,7 @@ class ChunkSource:
         assert computation.result is not None
         if computation.fresh():
             self._store.put(chunk, computation.result)
-        return LoadedChunk(computation.result, "computed", found.faults)
+        return LoadedChunk(computation.result, "computed")
 
 
 class _Computation:

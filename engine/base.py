@@ -63,12 +63,46 @@ class EncodeRequest:
 class Work:
     """What passes through the model did, summed over layers: rows, and query-key pairs that attention visited.
 
-    kv_rows: rows of which a layer computed K and V only.
+    kv_rows: rows of which a layer computed K and V only. causal: those of `pairs` that one causal run of rows from
+    position 0 visited. scored: pairs whose weights were summed by column. calls: times a layer ran. turned: bytes of
+    chunk KV that were turned to a position, or back.
     """
 
     rows: int = 0
     kv_rows: int = 0
     pairs: int = 0
+    causal: int = 0
+    scored: int = 0
+    calls: int = 0
+    turned: int = 0
+
+    def add(self, rows: int, pairs: int, causal: bool = False, layers: int = 1) -> None:
+        """`rows` went through as many layers; their attention visited `pairs` in each."""
+        self.rows += layers * rows
+        self.pairs += layers * pairs
+        self.causal += layers * pairs if causal else 0
+        self.calls += layers
+
+    def add_kv(self, rows: int, pairs: int = 0) -> None:
+        """`rows` left a layer early, with their K and V alone, or having visited `pairs` too."""
+        self.kv_rows += rows
+        self.pairs += pairs
+        self.calls += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What `auto` chose, and what it expected, in milliseconds from the chunks' loading to the first token's logits.
+
+    loaded, computed: how many chunks reuse has from a tier, and how many it computes because that is faster or no tier
+    holds them. missing: the chunks that no tier holds, to be encoded afterwards when a full prefill ran.
+    """
+
+    strategy: str
+    predicted_ms: dict[str, float]
+    loaded: int
+    computed: int
+    missing: tuple[Chunk, ...]
 
 
 @dataclass(slots=True)
@@ -77,6 +111,7 @@ class Usage:
 
     recomputed_tokens: context tokens whose KV was computed anew (those that entered layer 0 in Stage II).
     bytes_copied: of chunk KV into the slots. fallback_reason: why another strategy than the named one answered.
+    decision: of the strategy `auto`; `strategy` is then what it chose.
     """
 
     prompt_tokens: int = 0
@@ -89,6 +124,7 @@ class Usage:
     strategy: str = ""
     ratio: float = 0.0
     fallback_reason: str | None = None
+    decision: Decision | None = None
     faults: list[str] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling, the decode loop, and the running estimate of the device's speed."""
+"""From logits to tokens: sampling and the decode loop."""
 
 from __future__ import annotations
 
@@ -63,21 +63,3 @@ class Sampler:
         # A token stays when the mass before it is below top_p: the first always does.
         chances[chances.cumsum(0) - chances >= self._sampling.top_p] = 0.0
         return int(order[torch.multinomial(chances, 1, generator=self._generator)])
-
-
-class Throughput:
-    """Running estimate of the device's prefill speed, in floating point operations per millisecond."""
-
-    def __init__(self) -> None:
-        self._rate = 0.0
-
-    def observe(self, flops: int, milliseconds: float) -> None:
-        """Takes a measurement into the average; short passes say nothing and are left out."""
-        if milliseconds < 1.0:
-            return
-        rate = flops / milliseconds
-        self._rate = rate if self._rate == 0.0 else 0.8 * self._rate + 0.2 * rate
-
-    def predict_ms(self, flops: int) -> float:
-        """0.0 while nothing was observed."""
-        return flops / self._rate if self._rate else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Generator
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cache_store.base import Chunk, ChunkKV
+from engine.base import Work
+from engine.controller import Controller
 from engine.forward import ForwardPass
 from engine.model import Model, token_tensor
 from engine.slots import Slots
@@ -79,19 +82,21 @@ def _shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def encode_chunk(
-    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], chunk: Chunk
+    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], chunk: Chunk, work: Work | None = None
 ) -> Generator[None, None, ChunkKV]:
     """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32.
 
-    Yields between layers. Raises NumericalFault when the model overflows on the chunk.
+    Yields between layers, and adds what it did to `work`, except for the prefix. Raises NumericalFault when the model
+    overflows on the chunk.
     """
     start, stop = len(prefix), len(prefix) + len(chunk.token_ids)
     slots = model.new_slots(stop)
     yield from prefixes.copy_into(prefix, slots)
     positions = torch.arange(start, stop)
-    run = ForwardPass(model, token_tensor(chunk.token_ids), positions, slots)
+    run = ForwardPass(model, token_tensor(chunk.token_ids), positions, slots, work)
     yield from run.run(model.layout.layers - 1)
     run.write_kv()
+    run.work.turned += model.layout.layers * model.layout.layer_bytes(len(positions))
     turn_back = model.rotation(-positions)
     layers = []
     for layer in range(model.layout.layers):
@@ -100,3 +105,20 @@ def encode_chunk(
     if not all(bool(torch.isfinite(layer).all()) for layer in layers):
         raise NumericalFault("the model gives NaN or infinite keys or values for a chunk of the context")
     return ChunkKV(tuple(layers))
+
+
+def encode_observed(
+    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], controller: Controller, chunk: Chunk
+) -> Generator[None, None, ChunkKV]:
+    """`encode_chunk`, of whose cost the controller learns: the time of its own steps, not of what ran between them."""
+    work, seconds = Work(), 0.0
+    steps = encode_chunk(model, prefixes, prefix, chunk, work)
+    while True:
+        start = time.perf_counter()
+        try:
+            next(steps)
+        except StopIteration as stop:
+            controller.observe(work, seconds + time.perf_counter() - start)
+            return stop.value  # type: ignore[no-any-return]
+        seconds += time.perf_counter() - start
+        yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,18 @@ from engine.slots import Slots
 if TYPE_CHECKING:
     from engine.model import Model
 
+T = TypeVar("T")
 Steps = Generator[None, None, Tensor]
 Angles = dict[str, tuple[Tensor, Tensor]]
+
+
+def run_steps(steps: Generator[object, None, T]) -> T:
+    """Drives a generator to its end, here and now."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
 
 
 class _Enough(Exception):
@@ -106,13 +116,12 @@ class ForwardPass:
 
     def write_kv(self) -> None:
         """Leaves the rows' K and V of this layer in the slots; the rows stay before the layer."""
-        self.work.kv_rows += len(self.rows)
+        self.work.add_kv(len(self.rows))
         self._leave_early(Step(self.rows, self.slots, kv_only=True))
 
     def score(self, scores: Scores) -> None:
         """The same, and adds the layer's attention weights to `scores`."""
-        self.work.kv_rows += len(self.rows)
-        self.work.pairs += self.rows.pairs
+        self.work.add_kv(len(self.rows), self.rows.pairs)
         self._leave_early(Step(self.rows, self.slots, scores, attention_only=True))
 
     def keep(self, index: Tensor) -> None:
@@ -142,8 +151,9 @@ class ForwardPass:
 
     def _call(self, step: Step) -> Tensor:
         if not (step.kv_only or step.attention_only):
-            self.work.rows += len(self.rows)
-            self.work.pairs += self.rows.pairs
+            self.work.add(len(self.rows), self.rows.pairs, self.rows.causal)
+        if step.scores is not None:
+            self.work.scored += step.scores.rows.pairs
         return self.model.run_layer(self.layer, self._hidden, self._angles, step)
 
     def _leave_early(self, step: Step) -> None:

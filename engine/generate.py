@@ -6,7 +6,8 @@ import torch
 
 from cache_store.base import KVSource
 from engine.base import Encoded, EncodeRequest, GenerateRequest, Prefilled
-from engine.decode import EventSteps, Throughput, decode, finite
+from engine.controller import Controller
+from engine.decode import EventSteps, decode, finite
 from engine.encode import PrefixCache
 from engine.forward import ForwardPass, Steps
 from engine.model import Model, token_tensor
@@ -16,14 +17,18 @@ from errors import NumericalFault
 
 
 def generate(
-    model: Model, source: KVSource, prefixes: PrefixCache, throughput: Throughput, request: GenerateRequest
+    model: Model,
+    source: KVSource,
+    prefixes: PrefixCache,
+    request: GenerateRequest,
+    controller: Controller | None = None,
 ) -> EventSteps:
     """Yields None between layers and chunks, `Prefilled` before the first token, then `Token`s and `Finished`.
 
     Raises NumericalFault when the model gives no finite logits. When a strategy that reuses KV gives none, the request
     is answered by a full prefill and says so.
     """
-    prefill = Prefill(model, source, prefixes, request)
+    prefill = Prefill(model, source, prefixes, request, controller)
     try:
         logits = finite((yield from request.strategy.prefill(prefill)))
     except NumericalFault as fault:
@@ -31,7 +36,7 @@ def generate(
             raise
         prefill.fall_back(str(fault))
         logits = finite((yield from Full().prefill(prefill)))
-    yield _prefilled(model, throughput, prefill)
+    yield _prefilled(prefill)
 
     def advance(token: int, index: int) -> Steps:
         position = torch.tensor([len(prefill.layout) + index])
@@ -47,8 +52,7 @@ def encode(source: KVSource, request: EncodeRequest) -> EventSteps:
         yield Encoded(loaded.tier)
 
 
-def _prefilled(model: Model, throughput: Throughput, prefill: Prefill) -> Prefilled:
-    spent = prefill.timings.get("stage1", 0.0) + prefill.timings.get("stage2", 0.0)
-    throughput.observe(model.flops(prefill.usage.work), spent)
-    predicted = throughput.predict_ms(model.flops(model.full_work(len(prefill.layout))))
-    return Prefilled(prefill.usage, dict(prefill.timings), predicted)
+def _prefilled(prefill: Prefill) -> Prefilled:
+    controller, full = prefill.controller, prefill.model.full_work(len(prefill.layout))
+    controller.observe(prefill.usage.work, prefill.device_seconds())
+    return Prefilled(prefill.usage, dict(prefill.timings), controller.predict(full) * 1000)

@@ -175,8 +175,11 @@ class Model:
 
     def full_work(self, prompt: int) -> Work:
         """What a full prefill of `prompt` tokens does."""
-        layers, pairs = self.layout.layers, prompt * (prompt + 1) // 2
-        return Work((layers - 1) * prompt + 1, prompt, (layers - 1) * pairs + prompt)
+        work = Work()
+        work.add(prompt, prompt * (prompt + 1) // 2, causal=True, layers=self.layout.layers - 1)
+        work.add_kv(prompt)
+        work.add(1, prompt)
+        return work
 
     def _frequencies(self, kind: str) -> Tensor:
         rotary = self._decoder.rotary_emb

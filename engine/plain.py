@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.base import GenerateRequest, Prefilled, Usage
-from engine.decode import EventSteps, Throughput, decode, finite
+from engine.costs import LinearCost
+from engine.decode import EventSteps, decode, finite
 from engine.forward import Steps
 from errors import UnsupportedModel
 
@@ -31,12 +32,12 @@ class PlainModel:
         self.window: int = getattr(module.config, "max_position_embeddings", None) or 1 << 20
         self.vocab_size: int = module.config.vocab_size
         self._module = module
-        self._flops_per_token = 2 * sum(parameter.numel() for parameter in module.parameters())
+        self._token_cost = LinearCost((2e-11 * sum(parameter.numel() for parameter in module.parameters()),))
         with torch.inference_mode():
             if getattr(self._forward([0], None)[1], "get_seq_length", None) is None:
                 raise UnsupportedModel(f"{refused}; nor can it be served plainly, for it gives no KV cache")
 
-    def generate(self, throughput: Throughput, request: GenerateRequest) -> EventSteps:
+    def generate(self, request: GenerateRequest) -> EventSteps:
         """As engine.generate.generate: `Prefilled`, then `Token`s and `Finished`."""
         ids, context = list(request.prefix), 0
         for part in request.parts:
@@ -47,9 +48,9 @@ class PlainModel:
         start = time.perf_counter()
         logits, cache = self._forward(ids, None)
         spent = (time.perf_counter() - start) * 1000
-        throughput.observe(self._flops_per_token * len(ids), spent)
+        self._token_cost.observe((len(ids),), spent / 1000)
         usage = Usage(len(ids), context, context, strategy="full", ratio=1.0)
-        yield Prefilled(usage, {"stage2": spent}, throughput.predict_ms(self._flops_per_token * len(ids)))
+        yield Prefilled(usage, {"stage2": spent}, self._token_cost.predict((len(ids),)) * 1000)
 
         def advance(token: int, _: int) -> Steps:
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cache_store.base import KVSource, LoadedChunk
 from engine.base import GenerateRequest, Usage
+from engine.controller import Controller
 from engine.encode import PrefixCache
 from engine.forward import ForwardPass, Scores, Steps
 from engine.model import Model, token_tensor
@@ -19,7 +20,7 @@ from engine.slots import Slots
 
 
 class Layout:
-    """Where everything stands. Slot index == position: prefix, then glue and chunk in turn, then the suffix.
+    """Where everything stands. Slot index == position: `prefix` tokens, glue and chunk in turn, then the suffix.
 
     ids: int64 [prompt]. chunk_starts[i], chunk_lengths[i]: chunk i's first position and its tokens. As int64 positions:
     context, all chunk tokens; fresh, glue and suffix, computed anew in both stages; suffix, and question within it.
@@ -28,6 +29,7 @@ class Layout:
 
     def __init__(self, request: GenerateRequest) -> None:
         ids = list(request.prefix)
+        self.prefix = len(ids)
         self.chunk_starts: list[int] = []
         self.chunk_lengths = [len(part.chunk.token_ids) for part in request.parts]
         context: list[Tensor] = []
@@ -54,7 +56,15 @@ class Layout:
 class Prefill:
     """The state of one prefill. Strategies compose its generator methods; each yields between layers or chunks."""
 
-    def __init__(self, model: Model, source: KVSource, prefixes: PrefixCache, request: GenerateRequest) -> None:
+    def __init__(
+        self,
+        model: Model,
+        source: KVSource,
+        prefixes: PrefixCache,
+        request: GenerateRequest,
+        controller: Controller | None = None,
+    ) -> None:
+        """`controller`: what the strategy `auto` asks; without one it knows of no tier and has measured nothing."""
         self.model = model
         self.request = request
         self.prefixes = prefixes
@@ -68,6 +78,8 @@ class Prefill:
         )
         self.timings: dict[str, float] = {}
         self.selected = torch.empty(0, dtype=torch.int64)  # among the context tokens; set by the strategy
+        self.compute: Set[str] = frozenset()  # keys of chunks to compute even if some tier holds them
+        self.controller = controller or Controller(model)
         self._source = source
 
     def assemble(self) -> Generator[None, None, None]:
@@ -76,7 +88,8 @@ class Prefill:
             yield from self.prefixes.copy_into(self.request.prefix, self.slots)
             loaded: list[LoadedChunk] = []
             for part in self.request.parts:
-                found = yield from self._source.load(part.chunk)
+                had = self._source.compute if part.chunk.key in self.compute else self._source.load
+                found = yield from had(part.chunk)
                 loaded.append(found)
                 self.usage.hits[found.tier] += 1
                 self.usage.bytes_copied += found.kv.nbytes
@@ -85,6 +98,8 @@ class Prefill:
                 yield
         with self.timed("assemble"):
             yield from self._place(loaded)
+        layout = self.model.layout
+        self.usage.work.turned += layout.layers * layout.layer_bytes(self.usage.context_tokens)
 
     def _place(self, loaded: list[LoadedChunk]) -> Generator[None, None, None]:
         positions = self.layout.context
@@ -187,6 +202,10 @@ class Prefill:
     def of_context(self, values: Tensor) -> Tensor:
         """Of values [..., positions] those of the context tokens."""
         return values[..., self.layout.context.to(values.device)]
+
+    def device_seconds(self) -> float:
+        """How long the device took for `usage.work`."""
+        return sum(self.timings.get(phase, 0.0) for phase in ("assemble", "stage1", "stage2")) / 1000
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -83,7 +83,7 @@ def ask(
     question: str,
     collection: str = "default",
     strategy: Annotated[
-        str | None, typer.Option(help="full, prefix, naive, epic, cacheblend, kvshare, prophetkv or random")
+        str | None, typer.Option(help="auto, full, prefix, naive, epic, cacheblend, kvshare, prophetkv or random")
     ] = None,
     ratio: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
@@ -94,7 +94,7 @@ def ask(
     if strategy is not None:
         options["strategy"] = {"name": strategy} | ({"ratio": ratio} if ratio is not None else {})
     elif ratio is not None:
-        options["strategy"] = {"name": "prophetkv", "ratio": ratio}
+        options["strategy"] = {"name": "auto", "ratio": ratio}
     if top_k is not None:
         options["top_k"] = top_k
     with Client(url) as client:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +26,12 @@ from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
+from engine.forward import run_steps
 from engine.model import Model
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from errors import StoreError
 from service.settings import Settings
-
-T = TypeVar("T")
 
 _CHUNKS, _TOKENS = 4, 128
 _TOLERANCE = {
@@ -51,15 +49,6 @@ class Finding:
     what: str
     passed: bool | None
     detail: str
-
-
-def run_steps(steps: Generator[object, None, T]) -> T:
-    """Drives a generator to its end, here and now."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()

@@ -18,10 +18,11 @@ from cache_store.base import Chunk
 from cache_store.keys import chunk_key
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, EngineClient
-from errors import Cancelled, CatalogueUnavailable, StoreError
+from errors import Cancelled, CatalogueUnavailable, ProphetKVError, StoreError
 from retriever.catalogue import Catalogue
 from retriever.jobs import JobInfo, Jobs, Work
 from retriever.retriever import Retriever
+from service.backlog import Backlog
 from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _POLL_SECONDS = 0.1
 class Ingestor:
     """Three workers: index, precompute, purge. What they do is in the database, so a restart goes on with it.
 
-    When the database does not answer they wait for it and go on.
+    When the database does not answer they wait for it and go on. A fourth encodes what queries found missing.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Ingestor:
         token_bytes: int,
         precompute: bool,
         settled: Callable[[], Awaitable[None]],
+        backlog: Backlog,
         metrics: Metrics,
     ) -> None:
         """`space`: the KV key space in use. `token_bytes`: KV of a token.
@@ -67,6 +69,7 @@ class Ingestor:
         self._token_bytes = token_bytes
         self._precompute = precompute
         self._settled = settled
+        self._backlog = backlog
         self._metrics = metrics
         self._spaces: list[str] = []
         self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
@@ -84,12 +87,13 @@ class Ingestor:
             asyncio.create_task(self._work("index", self._index)),
             asyncio.create_task(self._work("precompute", self._encode)),
             asyncio.create_task(self._purge()),
+            asyncio.create_task(self._encode_missing()),
         ]
 
     async def stop(self) -> None:
         """Ends the workers between two batches; unfinished jobs go on at the next start."""
         self._stopping.set()
-        for event in self._wake.values():
+        for event in (*self._wake.values(), self._backlog.filled):
             event.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -182,6 +186,23 @@ class Ingestor:
                 await asyncio.to_thread(self._store.flush)
         await self._finish(work, self._space)
 
+    async def _encode_missing(self) -> None:
+        while True:
+            await self._backlog.filled.wait()
+            if self._stopping.is_set():
+                return
+            async with self._encoding:
+                batch = tuple(self._batch(list(self._backlog.waiting())))
+                try:
+                    async with aclosing(self._engine.submit(EncodeRequest(uuid.uuid4().hex, batch))) as events:
+                        async for _ in events:
+                            if self._stopping.is_set():
+                                return
+                    await asyncio.to_thread(self._store.flush)
+                except ProphetKVError:
+                    log.exception("%d chunks that a query found missing could not be encoded", len(batch))
+                self._backlog.discard(chunk.key for chunk in batch)
+
     def _batch(self, chunks: list[Chunk]) -> list[Chunk]:
         """The first few chunks, at least one."""
         ends = accumulate(len(chunk.token_ids) * self._token_bytes for chunk in chunks[:_ENCODE_CHUNKS])
@@ -211,6 +232,7 @@ class Ingestor:
     async def _delete_kv(self, digests: list[str]) -> bool:
         """Removes the chunks' KV of every key space from every tier; False when a tier failed."""
         keys = [chunk_key(space, digest) for space in self._spaces for digest in digests]
+        self._backlog.discard(keys)
         try:
             await asyncio.to_thread(self._store.delete, keys)
         except StoreError as error:

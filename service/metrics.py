@@ -16,6 +16,7 @@ from engine.base import EngineStats
 
 _PREFIX = "prophetkv_"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+_ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TTFT_BUCKETS = (*_TTFT, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
@@ -42,6 +43,13 @@ class Metrics:
         self.recomputed_tokens = self._counter("recompute_tokens", "context tokens recomputed in Stage II")
         self.chunk_hits = self._counter("chunk_kv_chunks", "chunks by where their KV came from", ("tier",))
         self.degraded = self._counter("degraded", "answers given although something failed", ("what",))
+        self.decisions = self._counter("auto_decisions", "what the strategy `auto` ran", ("strategy",))
+        self.prediction_error = self._histogram(
+            "auto_prediction_error", "prefill under `auto`: predicted time over real time, minus 1", _ERROR_BUCKETS
+        )
+        self.dropped_encodings = self._counter(
+            "encodings_dropped", "missing chunks that were not encoded after a full prefill: too many waited"
+        )
         self.jobs = self._counter("ingest_jobs", "ingestion jobs by how they ended", ("state",))
         self.dropped_chunks = self._counter("dropped_chunks", "retrieved chunks that did not fit the window")
         self.purge_failures = self._counter(

@@ -19,6 +19,7 @@ from retriever.chunking import chunk_document
 from retriever.documents import ParsedDocument
 from retriever.retriever import Hit, Retriever
 from service.answer import AnswerText
+from service.backlog import Backlog
 from service.metrics import Metrics
 from service.prompt import PromptTemplate
 from service.schemas import QueryBody
@@ -57,11 +58,13 @@ class Pipeline:
         window: int,
         layers: int,
         refused: str | None,
+        backlog: Backlog,
         metrics: Metrics,
     ) -> None:
         """`space`: the KV key space. `window` and `layers`: positions and layers the model has.
 
-        `refused`: why nothing but a full prefill is served, None when reuse is proven for the model.
+        `refused`: why nothing but a full prefill is served, None when reuse is proven for the model. `backlog` gets the
+        chunks that a full prefill found missing.
         """
         self._settings = settings
         self._retriever = retriever
@@ -71,6 +74,7 @@ class Pipeline:
         self._window = min(window, settings.max_context_tokens)
         self._layers = layers
         self._refused = refused
+        self._backlog = backlog
         self._metrics = metrics
         self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
         self.draining = False
@@ -152,6 +156,7 @@ class Pipeline:
                 fresh = ""
                 if isinstance(event, Prefilled):
                     prefilled = event
+                    self._note_decision(event)
                 elif isinstance(event, Token):
                     count += 1
                     fresh = text.add(event.id)
@@ -172,12 +177,24 @@ class Pipeline:
 
     def _strategy(self, body: QueryBody) -> Strategy:
         """Raises UnknownStrategy, InvalidInput or ReuseRefused."""
-        if self._refused is not None and (body.strategy or {"name": "full"})["name"] != "full":
-            raise ReuseRefused(f"{self._refused}; ask with the strategy 'full', or none")
+        if self._refused is not None and (body.strategy or {"name": "full"})["name"] not in ("full", "auto"):
+            raise ReuseRefused(f"{self._refused}; ask with the strategy 'full' or 'auto', or none")
         if self._refused is not None:
             return make_strategy("full", {}, self._layers)
         options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **(body.strategy or {})}
         return make_strategy(options.pop("name"), options, self._layers)
+
+    def _note_decision(self, prefilled: Prefilled) -> None:
+        """Has what `auto` found missing encoded later, and keeps account of its predictions."""
+        decision = prefilled.usage.decision
+        if decision is None:
+            return
+        if decision.strategy == "full":
+            self._backlog.add(decision.missing)
+        self._metrics.decisions.labels(decision.strategy).inc()
+        if not prefilled.usage.fallback_reason:
+            error = decision.predicted_ms[decision.strategy] / _prefill_ms(prefilled) - 1
+            self._metrics.prediction_error.observe(error)
 
     def _label(self, body: QueryBody) -> str:
         """The strategy's name as a metric label, whose values must be few."""
@@ -257,6 +274,8 @@ class Pipeline:
         names = ("queue", "load", "assemble", "stage1", "select", "stage2")
         phases = {"retrieve": retrieve_ms} | {name: prefilled.timings.get(name, 0.0) for name in names}
         total_ms = _since(started)
+        decision = usage.decision
+        predicted = {name: round(value, 1) for name, value in decision.predicted_ms.items()} if decision else {}
         self._observe(prefilled, phases, completion_tokens, degraded, first_token_ms, total_ms)
         return {
             "finish_reason": reason,
@@ -270,11 +289,23 @@ class Pipeline:
                 "strategy": usage.strategy,
                 "ratio": usage.ratio,
                 "fallback_reason": usage.fallback_reason or self._refused,
+                "decision": decision
+                and {
+                    "strategy": decision.strategy,
+                    "predicted_ms": predicted,
+                    "chunks": {
+                        "load": decision.loaded,
+                        "compute": decision.computed,
+                        "missing": len(decision.missing),
+                    },
+                },
                 "dropped_chunks": dropped,
                 "degraded": degraded,
                 "predicted_full_prefill_ms": round(prefilled.predicted_full_prefill_ms, 1),
             },
             "timings": {f"{name}_ms": round(value, 1) for name, value in phases.items()}
+            | {"prefill_ms": round(_prefill_ms(prefilled), 1)}
+            | {"predicted_ms": predicted[decision.strategy] if decision else None}
             | {"first_token_ms": round(first_token_ms, 1), "total_ms": round(total_ms, 1)},
         }
 
@@ -316,6 +347,11 @@ def _from_hit(hit: Hit) -> Source:
         "text": chunk.text,
     }
     return Source(chunk.token_ids, {name: value for name, value in shown.items() if value is not None})
+
+
+def _prefill_ms(prefilled: Prefilled) -> float:
+    """From the chunks' loading to the first token's logits, in milliseconds."""
+    return sum(value for phase, value in prefilled.timings.items() if phase != "queue")
 
 
 def _since(started: float) -> float:

@@ -21,8 +21,10 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, Request
-from engine.decode import EventSteps, Throughput
-from engine.encode import PrefixCache, encode_chunk
+from engine.calibration import calibrate, calibrate_tiers
+from engine.controller import Controller
+from engine.decode import EventSteps
+from engine.encode import PrefixCache, encode_observed
 from engine.engine import Engine
 from engine.generate import encode, generate
 from engine.model import Model, load_model, tokenizer_digest
@@ -34,6 +36,7 @@ from retriever.database import Database
 from retriever.embedding import Embedder
 from retriever.jobs import Jobs
 from retriever.retriever import Retriever, index_signature
+from service.backlog import Backlog
 from service.ingest import Ingestor
 from service.metrics import Metrics
 from service.models import resolve_embedder, resolve_language_model
@@ -45,6 +48,7 @@ log = logging.getLogger(__name__)
 
 TENANT = "default"
 CODEC = "raw"
+_BACKLOG_BYTES = 256 << 20  # chunk KV that queries found missing and that is still to be computed
 _LOADER = "load"  # the thread's name
 _PARSERS = 2  # documents parsed at a time: bounds memory, and leaves threads to the queries
 DEFAULT_COLLECTION = "default"
@@ -160,6 +164,8 @@ class Runtime:
         steps = _steps(self.model, self.store, prompt.prefix)
         self.engine = Engine(steps, settings.max_waiting, settings.max_running)
         self.metrics.watch(self.store.tiers, self.engine.stats)
+        token_bytes = _token_bytes(self.model)
+        backlog = Backlog(_BACKLOG_BYTES, token_bytes, self.metrics.dropped_encodings)
         self.pipeline = Pipeline(
             settings,
             self.retriever,
@@ -169,6 +175,7 @@ class Runtime:
             self.model.window,
             self.model.layout.layers if isinstance(self.model, Model) else 0,
             self.model.refused if isinstance(self.model, PlainModel) else None,
+            backlog,
             self.metrics,
         )
         self.ingestor = Ingestor(
@@ -178,9 +185,10 @@ class Runtime:
             self.engine,
             self.store,
             space,
-            _token_bytes(self.model),
+            token_bytes,
             settings.precompute and reuses,
             self.pipeline.wait_for_active,
+            backlog,
             self.metrics,
         )
 
@@ -231,20 +239,22 @@ def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
 
 def _steps(model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
     """What the engine runs for a request. Chunk KV is always computed behind the service's own prefix."""
-    throughput = Throughput()
     if isinstance(model, PlainModel):
-        return partial(_plain_steps, model, throughput)
+        return partial(_plain_steps, model)
     prefixes = PrefixCache(model)
-    source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
+    controller = Controller(model, store)
+    calibrate(model, prefixes, prefix, controller)
+    calibrate_tiers(store.tiers, model.layout, controller)
+    source = ChunkSource(store, partial(encode_observed, model, prefixes, prefix, controller))
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):
             return encode(source, request)
-        return generate(model, source, prefixes, throughput, request)
+        return generate(model, source, prefixes, request, controller)
 
     return steps
 
 
-def _plain_steps(model: PlainModel, throughput: Throughput, request: Request) -> EventSteps:
+def _plain_steps(model: PlainModel, request: Request) -> EventSteps:
     assert not isinstance(request, EncodeRequest), "nothing is encoded ahead for a model whose KV is not reused"
-    return model.generate(throughput, request)
+    return model.generate(request)

@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the language model; 0: one a core")
 
-    strategy: str = Field("prophetkv", description="default strategy of queries")
+    strategy: str = Field("auto", description="default strategy of queries; auto: prophetkv or full, the faster")
     ratio: float = Field(0.2, ge=0.0, le=1.0, description="default share of context tokens to recompute")
     system_prompt: str = Field(
         SYSTEM_PROMPT, max_length=8000, description="stands before the sources; part of every key"

@@ -122,6 +122,13 @@ def tiny_folder(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_folder(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, wide enough for its operations to outweigh what a call costs."""
+    folder = tmp_path_factory.mktemp("small")
+    return save_tiny_model(smollm, folder, hidden_size=192, intermediate_size=1024, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
 def gpt2_folder(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of a family for which reuse is not proven."""
     return save_tiny_gpt2(smollm, tmp_path_factory.mktemp("gpt2"))

@@ -100,10 +100,10 @@ def tiny_model(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = tor
     return Model(plain_module(config, "prophetkv", seed, dtype), tokenizer=None, fingerprint="tiny")
 
 
-def save_tiny_model(tokenizer_folder: Path, folder: Path, seed: int = 0) -> Path:
+def save_tiny_model(tokenizer_folder: Path, folder: Path, seed: int = 0, **larger: int) -> Path:
     """A tiny Llama on disk with a real tokenizer. It knows no end of text, so answers are as long as they may be."""
     real = AutoConfig.from_pretrained(tokenizer_folder)
-    shape = {**_SHAPE, "vocab_size": real.vocab_size, "num_hidden_layers": 2}
+    shape = {**_SHAPE, "vocab_size": real.vocab_size, "num_hidden_layers": 2, **larger}
     plain_module(LlamaConfig(**shape), "sdpa", seed).save_pretrained(folder)
     _copy_tokenizer(tokenizer_folder, folder)
     return folder
@@ -170,6 +170,11 @@ class Bench:
             self.encoded[chunk.key] = yield from encode_chunk(self.model, self.prefixes, self.prefix, chunk)
             return LoadedChunk(self.encoded[chunk.key], "computed")
         return LoadedChunk(self.encoded[chunk.key], "memory")
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """KVSource.compute."""
+        self.encoded.pop(chunk.key, None)
+        return (yield from self.load(chunk))
 
     def request(self, strategy: str, ratio: float = 0.2, max_tokens: int = 16, **options: Any) -> GenerateRequest:
         return GenerateRequest(

@@ -21,13 +21,12 @@ from benchmarks.quality.methods import FULL, NONE, Method
 from benchmarks.quality.prompts import Prompt
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from engine.encode import PrefixCache, encode_chunk
-from engine.forward import ForwardPass
+from engine.forward import ForwardPass, run_steps
 from engine.model import Model, text_decoder, token_tensor
 from engine.prefill import Prefill
 from engine.slots import Slots
 from engine.strategies import STRATEGIES, Strategy
 from errors import NumericalFault
-from service.doctor import run_steps
 
 # The phases of a prefill that a user waits for.
 PHASES = ("load", "assemble", "stage1", "select", "stage2")
@@ -80,6 +79,10 @@ class PromptRun:
         kv = yield from encode_chunk(self.model, self._prefixes, self.prompt.prefix, chunk)
         self._chunks[chunk.key] = kv
         return LoadedChunk(kv, "computed")
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """KVSource.compute: what was computed once stays."""
+        return self.load(chunk)
 
     def start(self, strategy: Strategy) -> Prefill:
         """A prefill of the prompt that copies the assembled slots instead of assembling anew."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine.strategies.auto import Auto
 from engine.strategies.base import Strategy
 from engine.strategies.cacheblend import CacheBlend
 from engine.strategies.epic import Epic
@@ -20,7 +21,7 @@ from engine.strategies.random import Random
 from errors import InvalidInput, UnknownStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Full, Prefix, Naive, Epic, CacheBlend, KVShare, ProphetKV, Random, Oracle)
+    kind.name: kind for kind in (Auto, Full, Prefix, Naive, Epic, CacheBlend, KVShare, ProphetKV, Random, Oracle)
 }
 SERVED = {name: kind for name, kind in STRATEGIES.items() if kind.served}
 

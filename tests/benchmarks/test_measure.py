@@ -12,13 +12,12 @@ from benchmarks.quality.measure import PromptRun, divergence, surprise
 from benchmarks.quality.methods import DEFAULT, Method
 from benchmarks.quality.prompts import Prompt
 from engine.base import Sampling, Token
-from engine.decode import Throughput
 from engine.encode import PrefixCache
+from engine.forward import run_steps
 from engine.generate import generate
 from engine.model import Model
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
-from service.doctor import run_steps
 from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, methods, one_thread, sample
 
 OPTIONS = {name: {} if name in ("full", "none", "naive", "prefix") else {"ratio": 0.3} for name in (*DEFAULT, "prefix")}
@@ -53,7 +52,7 @@ def test_answers_are_the_engines(run: PromptRun, name: str) -> None:
     found = run.measure(method)
     asked = run.prompt.without_context() if name == "none" else run.prompt
     request = replace(asked.request(method.build(2)), sampling=Sampling(max_tokens=12))
-    events = generate(run.model, run, PrefixCache(run.model), Throughput(), request)
+    events = generate(run.model, run, PrefixCache(run.model), request)
     assert list(found.answer) == [event.id for event in events if isinstance(event, Token)]
     assert found.tokens["generated"] == len(full) == 12
     if name in ("none", "naive", "random"):

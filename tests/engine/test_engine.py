@@ -14,7 +14,9 @@ from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import Encoded, EncodeRequest, Event, Finished, GenerateRequest, Prefilled, Request, Token
-from engine.decode import EventSteps, Throughput
+from engine.controller import Controller
+from engine.costs import LinearCost
+from engine.decode import EventSteps
 from engine.encode import encode_chunk
 from engine.engine import Engine
 from engine.forward import Steps
@@ -34,12 +36,14 @@ class Rig:
         self.encodings: list[str] = []
         self.store = TieredStore([MemoryStore(memory)])
         source = ChunkSource(self.store, self._encode)
+        self.controller = Controller(self.bench.model, self.store)
+        self.first_guess = LinearCost(self.controller.compute.coefficients)
 
         def steps(request: Request) -> EventSteps:
             inner = (
                 encode(source, request)
                 if isinstance(request, EncodeRequest)
-                else generate(self.bench.model, source, self.bench.prefixes, Throughput(), request)
+                else generate(self.bench.model, source, self.bench.prefixes, request, self.controller)
             )
             for event in inner:
                 self.trace.append(request.id)
@@ -280,4 +284,7 @@ async def test_closing_ends_open_streams_and_refuses_new_ones() -> None:
 async def test_the_full_prefill_is_predicted(rig: Rig) -> None:
     events = await collect(rig.engine.submit(rig.request("a", "full", max_tokens=1)))
     assert isinstance(events[0], Prefilled)
-    assert events[0].predicted_full_prefill_ms == pytest.approx(events[0].timings["stage2"], rel=1e-3)
+    full = rig.bench.model.full_work(events[0].usage.prompt_tokens)
+    assert events[0].predicted_full_prefill_ms == rig.controller.predict(full) * 1000 > 0
+    expected, took = rig.first_guess.predict(rig.controller.amounts(full)), events[0].timings["stage2"] / 1000
+    assert expected < rig.controller.predict(full) < took or expected > rig.controller.predict(full) > took

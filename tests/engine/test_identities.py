@@ -13,7 +13,6 @@ from torch import Tensor
 from cache_store.base import Chunk
 from engine.attention import QueryRows, attend
 from engine.base import GenerateRequest, Part, Sampling, Token
-from engine.decode import Throughput
 from engine.encode import PrefixCache, encode_chunk
 from engine.generate import generate
 from engine.model import Model, token_tensor
@@ -30,7 +29,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def greedy(bench: Bench, strategy: str, ratio: float, count: int = 12) -> list[int]:
-    steps = generate(bench.model, bench, bench.prefixes, Throughput(), bench.request(strategy, ratio, max_tokens=count))
+    steps = generate(bench.model, bench, bench.prefixes, bench.request(strategy, ratio, max_tokens=count))
     return [event.id for event in steps if isinstance(event, Token)]
 
 

@@ -26,7 +26,6 @@ from cache_store.base import Chunk
 from cache_store.keys import key_space
 from engine.attention import _partial_reference
 from engine.base import Finished, GenerateRequest, Part, Prefilled, Sampling, Token
-from engine.decode import Throughput
 from engine.model import (
     Model,
     check_supported,
@@ -155,7 +154,7 @@ def test_a_model_of_another_family_runs_as_transformers_runs_it(gpt2_folder: Pat
     assert "gpt2" in model.refused
     parts = (Part((5,), Chunk("0" * 64, (6, 7, 8))),)
     request = GenerateRequest("x", (1, 2), parts, (9, 10), STRATEGIES["full"](), Sampling(max_tokens=8))
-    events = [event for event in model.generate(Throughput(), request) if event is not None]
+    events = [event for event in model.generate(request) if event is not None]
     first, *tokens, last = events
     assert isinstance(first, Prefilled)
     assert (first.usage.strategy, first.usage.prompt_tokens, first.usage.context_tokens) == ("full", 8, 3)

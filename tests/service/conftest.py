@@ -44,6 +44,7 @@ class Server:
             "dtype": "float32",
             "device": "cpu",
             "chunk_tokens": 64,
+            "strategy": "prophetkv",  # what `auto` does depends on the machine's speed
             **settings,
         }
         self._thread: threading.Thread | None = None

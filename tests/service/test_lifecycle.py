@@ -309,7 +309,8 @@ def test_a_model_for_which_reuse_is_not_proven_is_served_by_full_prefill(
         assert (usage["strategy"], usage["ratio"], usage["completion_tokens"]) == ("full", 1.0, 5)
         assert usage["recomputed_tokens"] == usage["context_tokens"] > 0
         assert "model family 'gpt2' is not supported" in usage["fallback_reason"]
-        ask(client, max_tokens=1, strategy={"name": "full"})
+        for name in ("full", "auto"):
+            assert ask(client, max_tokens=1, strategy={"name": name})[1]["done"]["usage"]["strategy"] == "full"
         refused = http.post("/query", json={"question": "x", "strategy": {"name": "prophetkv"}})
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "reuse_refused")
         assert "gpt2" in refused.json()["detail"]

@@ -18,13 +18,12 @@ from benchmarks.quality.evaluator import Evaluator, Work
 from benchmarks.quality.measure import PromptRun
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record
-from engine.forward import ForwardPass, Scores
+from engine.forward import ForwardPass, Scores, run_steps
 from engine.model import token_tensor
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from engine.strategies.base import recompute_budget, top_tokens
 from engine.strategies.oracle import Factor, importances
-from service.doctor import run_steps
 
 # The share of context tokens that count as attended to (Figures 3 and 4).
 ATTENDED = 0.2

@@ -11,8 +11,8 @@ from benchmarks.quality.methods import Method
 from benchmarks.quality.paper.plots import ShownToken
 from benchmarks.quality.sample import Sample
 from benchmarks.quality.tables import Cell, Table
+from engine.forward import run_steps
 from engine.model import text_decoder
-from service.doctor import run_steps
 
 RATIO = 0.2
 _METHODS = ("epic", "cacheblend", "kvshare", "prophetkv")

@@ -1,0 +1,145 @@
+"""What a prefill will take, and the choice of the strategy `auto`: reuse or a full prefill, load a chunk or compute it.
+
+A prediction is the sum of what the parts cost: each chunk's loading (reads and bytes, by tier) or its computation, and
+passes through the model (layer calls, operations of linear layers and of each kind of attention, bytes turned). The
+coefficients are measured when the service starts and follow every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from cache_store.base import Chunk, KVStore
+from engine.base import Decision, Work
+from engine.costs import LinearCost
+
+if TYPE_CHECKING:
+    from engine.model import Model
+    from engine.prefill import Layout
+
+# Reuse must promise to save this share of a full prefill: it is an approximation, and predictions err.
+MARGIN = 0.02
+
+# First guesses, in seconds a unit, before anything was measured.
+_SECONDS_PER_FLOP = 1e-11
+_SECONDS_PER_BYTE = 1e-9
+_SECONDS_PER_READ = 1e-4
+_ATTENTION = 2  # times as long for an operation of attention as for one of a linear layer
+_ROWS_PER_CALL = 16  # a layer's call costs about as much as so many rows, for it reads the layer's weights
+
+
+class Tiers(Protocol):
+    """Where chunk KV may lie: cache_store's TieredStore."""
+
+    tiers: tuple[KVStore, ...]
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """The name of the first tier that holds each chunk."""
+
+
+class Controller:
+    """Estimates of one model on one device and of the tiers of one store. Used by the device thread alone."""
+
+    def __init__(self, model: Model, store: Tiers | None = None) -> None:
+        """Without a store no chunk is found anywhere."""
+        self._model = model
+        self._store = store
+        self._token_bytes = model.layout.layers * model.layout.layer_bytes(1)
+        call = 2 * model.layer_params * _ROWS_PER_CALL * _SECONDS_PER_FLOP
+        attention = [_ATTENTION * _SECONDS_PER_FLOP] * 3
+        self.compute = LinearCost((call, _SECONDS_PER_FLOP, *attention, _SECONDS_PER_BYTE))
+        self._tiers = store.tiers if store is not None else ()
+        self.reads = {tier.name: LinearCost((_SECONDS_PER_READ, _SECONDS_PER_BYTE)) for tier in self._tiers}
+        self._seen = {tier.name: (0, 0, 0.0) for tier in self._tiers}
+
+    def amounts(self, work: Work) -> tuple[float, ...]:
+        """What `compute` counts: layer calls; operations of linear layers, causal attention, other attention and column
+        sums; bytes turned.
+        """
+        pair = 2 * self._model.heads * self._model.layout.head_dim
+        linear = self._model.flops(Work(rows=work.rows, kv_rows=work.kv_rows))
+        causal, scattered = 2 * pair * work.causal, 2 * pair * (work.pairs - work.causal)
+        return work.calls, linear, causal, scattered, pair * work.scored, work.turned
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """The device did `work` in so many seconds."""
+        self.compute.observe(self.amounts(work), seconds)
+
+    def observe_reads(self) -> None:
+        """Takes in what the tiers have counted since the last time."""
+        for tier in self._tiers:
+            now = tier.stats.hits, tier.stats.read_bytes, tier.stats.read_seconds
+            reads, nbytes, seconds = (new - old for new, old in zip(now, self._seen[tier.name], strict=True))
+            self._seen[tier.name] = now
+            self.reads[tier.name].observe((reads, nbytes), seconds)
+
+    def predict(self, work: Work) -> float:
+        """Seconds that the device needs for `work`."""
+        return self.compute.predict(self.amounts(work))
+
+    def loading(self, chunk: Chunk, tier: str) -> float:
+        """Seconds to load the chunk from a tier."""
+        return self.reads[tier].predict((1, len(chunk.token_ids) * self._token_bytes))
+
+    def computing(self, chunk: Chunk, prefix: int) -> float:
+        """Seconds to compute the chunk in isolation, behind a prefix of so many tokens."""
+        tokens, layers = len(chunk.token_ids), self._model.layout.layers
+        work = Work(turned=tokens * self._token_bytes)
+        work.add(tokens, tokens * prefix + tokens * (tokens + 1) // 2, layers=layers - 1)
+        work.add_kv(tokens)
+        return self.predict(work)
+
+    def decide(
+        self, layout: Layout, chunks: Sequence[Chunk], budget: int, layers: Sequence[int], scoring: int
+    ) -> tuple[Decision, set[str]]:
+        """The faster of a full prefill and ProphetKV, and the keys of the chunks that this had better compute.
+
+        budget: context tokens that Stage II recomputes. layers, scoring: whose attention Stage I averages, and how many
+        of the last rows score.
+        """
+        self.observe_reads()
+        places = self._store.locate_many(chunks) if self._store is not None else [None] * len(chunks)
+        loading = [self.loading(chunk, tier) if tier else None for chunk, tier in zip(chunks, places, strict=True)]
+        computing = [self.computing(chunk, layout.prefix) for chunk in chunks]
+        stages = self.predict(_stages(layout, budget, layers, scoring, self._model.layout.layers, self._token_bytes))
+        full = self.predict(self._model.full_work(len(layout)))
+        chosen, reuse, compute = choose(loading, computing, stages, full)
+        return Decision(
+            strategy=chosen,
+            predicted_ms={"prophetkv": reuse * 1000, "full": full * 1000},
+            loaded=compute.count(False),
+            computed=compute.count(True),
+            missing=tuple(chunk for chunk, tier in zip(chunks, places, strict=True) if tier is None),
+        ), {chunk.key for chunk, anew in zip(chunks, compute, strict=True) if anew}
+
+
+def choose(
+    loading: Sequence[float | None], computing: Sequence[float], stages: float, full: float
+) -> tuple[str, float, list[bool]]:
+    """The strategy to run, what ProphetKV would take in seconds, and which chunks it would compute instead of load.
+
+    loading, computing: seconds for each chunk; None: no tier holds it. stages: seconds for placing and both stages.
+    """
+    compute = [load is None or anew < load for load, anew in zip(loading, computing, strict=True)]
+    chunks = sum(anew if load is None else min(load, anew) for load, anew in zip(loading, computing, strict=True))
+    reuse = chunks + stages
+    return ("prophetkv" if reuse < full * (1 - MARGIN) else "full"), reuse, compute
+
+
+def _stages(layout: Layout, budget: int, layers: Sequence[int], scoring: int, depth: int, token_bytes: int) -> Work:
+    """What placing the chunks and both stages of ProphetKV will do, as if the selected tokens were evenly spread."""
+    context, fresh = len(layout.context), len(layout.fresh)
+    fresh_pairs = int((layout.fresh + 1).sum())
+    work = Work(turned=context * token_bytes)
+    if 0 < budget < context:
+        work.add(fresh, fresh_pairs, layers=layers[-1])
+        work.add_kv(fresh, fresh_pairs)
+        work.scored += len(layers) * int((layout.fresh[-scoring:] + 1).sum())
+    selected = layout.context[torch.arange(budget) * context // max(1, budget)]
+    work.add(budget + fresh, fresh_pairs + int((selected + 1).sum()), layers=depth - 1)
+    work.add_kv(budget + fresh)
+    work.add(1, len(layout))
+    return work
