@@ -1,4 +1,4 @@
-"""The command `prophetkv`: serve, ingest, ask, models, doctor, config."""
+"""The command `prophetkv`: serve, ingest, ask, models, doctor, plan, config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from errors import ProphetKVError
+from errors import ConfigError, ProphetKVError
 from service.client import Client
 from service.names import document_id
 from service.settings import PREFIX, Settings, load_settings
@@ -152,6 +152,30 @@ def doctor() -> None:
         console.print(f"{mark} {finding.what}: {finding.detail}", highlight=False)
         failed += finding.passed is False
     raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="such as llama-3.1-8b, a folder, or a config.json")],
+    gpu: Annotated[str, typer.Option(help="such as h100, h200, a100, l40s, l4")],
+    medium: Annotated[str, typer.Option(help="GB/s, or such as host-pcie5, nvme-gen4, 100gbe, redis")],
+    length: Annotated[list[int] | None, typer.Option(min=1, max=1 << 20, help="context tokens; repeatable")] = None,
+    ratio: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.2,
+    codec: Annotated[str, typer.Option(help="raw, int8, fp8 or int4")] = "raw",
+) -> None:
+    """Does reuse pay for this model, GPU and medium? On paper: neither is needed."""
+    from service.plan import CODECS, GPUS, Paper, medium_rate, report, shape_of
+
+    try:
+        for kind, name, known in (("GPU", gpu, GPUS), ("codec", codec, CODECS)):
+            if name not in known:
+                raise ConfigError(f"no {kind} {name!r}: there are {', '.join(known)}")
+        shape = shape_of(model, _settings().model_cache)
+        paper = Paper(shape, GPUS[gpu], medium_rate(medium), ratio, codec)
+    except ProphetKVError as error:
+        _fail(error)
+    for part in report(paper, length or (4096, 8192, 16384, 32768, 65536, 131072), codec, medium):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
 @app.command()
