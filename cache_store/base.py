@@ -127,3 +127,6 @@ class KVSource(Protocol):
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """The same without asking the tiers: for a chunk that is computed faster than it is read."""
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """The name of the tier that each chunk would come from now, without loading it; None where none holds it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from weakref import WeakValueDictionary
 
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.prefetch import Prefetcher
 from cache_store.tiered import TieredStore
 
 Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
@@ -18,18 +19,33 @@ class ChunkSource:
     it goes on with the others when one of them is aborted. All callers live on the one thread that owns the device.
     """
 
-    def __init__(self, store: TieredStore, encode: Encode) -> None:
+    def __init__(self, store: TieredStore, encode: Encode, prefetcher: Prefetcher | None = None) -> None:
+        """`prefetcher`: of the same store, when requests are loaded for ahead."""
         self._store = store
+        self._prefetcher = prefetcher
         self._encode = encode
         self._running: WeakValueDictionary[str, _Computation] = WeakValueDictionary()
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.load. The result is in the store, or on its way there."""
-        found = self._store.lookup(chunk)
+        if self._prefetcher is not None:
+            found = yield from self._prefetcher.take(chunk)
+        else:
+            found = self._store.lookup(chunk)
         if found.kv is not None and found.tier is not None:
             return LoadedChunk(found.kv, found.tier, found.faults)
         computed = yield from self.compute(chunk)
         return LoadedChunk(computed.kv, computed.tier, found.faults)
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """See KVSource.locate_many. What was read ahead is in memory."""
+        places = self._store.locate_many(chunks)
+        if self._prefetcher is None:
+            return places
+        fastest = self._store.tiers[0].name
+        return [
+            fastest if self._prefetcher.ready(chunk) else place for chunk, place in zip(chunks, places, strict=True)
+        ]
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.compute. The result is in the store, or on its way there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -173,8 +173,21 @@ class EngineStats:
     seconds_since_step: float
 
 
+class Loader(Protocol):
+    """Loads ahead, on behalf of requests: cache_store's Prefetcher."""
+
+    def begin(self, owner: str, chunks: Sequence[Chunk], choosy: bool) -> None:
+        """Begins to load, only what is worth it if `choosy`; returns at once."""
+
+    def end(self, owner: str) -> None:
+        """Drops what was begun for the owner alone. Unknown owners are fine."""
+
+
 class EngineClient(Protocol):
     """How the service reaches an engine, wherever it runs."""
+
+    def prefetch(self, request_id: str, chunks: Sequence[Chunk], strategy: Strategy) -> None:
+        """Begins to load what a request to come will need. `abort` ends it, and so does the request's own end."""
 
     def submit(self, request: Request) -> AsyncGenerator[Event]:
         """Queues the request at once; closing the iterator aborts it.

@@ -7,8 +7,9 @@ coefficients are measured when the service starts and follow every request.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,28 +32,18 @@ _ATTENTION = 2  # times as long for an operation of attention as for one of a li
 _ROWS_PER_CALL = 16  # a layer's call costs about as much as so many rows, for it reads the layer's weights
 
 
-class Tiers(Protocol):
-    """Where chunk KV may lie: cache_store's TieredStore."""
-
-    tiers: tuple[KVStore, ...]
-
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """The name of the first tier that holds each chunk."""
-
-
 class Controller:
-    """Estimates of one model on one device and of the tiers of one store. Used by the device thread alone."""
+    """Estimates of one model on one device and of the tiers of one store. The device thread alone changes them."""
 
-    def __init__(self, model: Model, store: Tiers | None = None) -> None:
-        """Without a store no chunk is found anywhere."""
+    def __init__(self, model: Model, tiers: Sequence[KVStore] = ()) -> None:
+        """`tiers`: whose reads are observed. Others keep a first guess."""
         self._model = model
-        self._store = store
         self._token_bytes = model.layout.layers * model.layout.layer_bytes(1)
         call = 2 * model.layer_params * _ROWS_PER_CALL * _SECONDS_PER_FLOP
         attention = [_ATTENTION * _SECONDS_PER_FLOP] * 3
         self.compute = LinearCost((call, _SECONDS_PER_FLOP, *attention, _SECONDS_PER_BYTE))
-        self._tiers = store.tiers if store is not None else ()
-        self.reads = {tier.name: LinearCost((_SECONDS_PER_READ, _SECONDS_PER_BYTE)) for tier in self._tiers}
+        self._tiers = tuple(tiers)
+        self.reads: dict[str, LinearCost] = defaultdict(lambda: LinearCost((_SECONDS_PER_READ, _SECONDS_PER_BYTE)))
         self._seen = {tier.name: (0, 0, 0.0) for tier in self._tiers}
 
     def amounts(self, work: Work) -> tuple[float, ...]:
@@ -92,16 +83,25 @@ class Controller:
         work.add_kv(tokens)
         return self.predict(work)
 
+    def worth_loading(self, chunk: Chunk, tier: str) -> bool:
+        """Loading the chunk from the tier takes no longer than computing it, leaving the prefix aside. Thread-safe."""
+        return self.loading(chunk, tier) <= self.computing(chunk, 0)
+
     def decide(
-        self, layout: Layout, chunks: Sequence[Chunk], budget: int, layers: Sequence[int], scoring: int
+        self,
+        layout: Layout,
+        chunks: Sequence[Chunk],
+        places: Sequence[str | None],
+        budget: int,
+        layers: Sequence[int],
+        scoring: int,
     ) -> tuple[Decision, set[str]]:
         """The faster of a full prefill and ProphetKV, and the keys of the chunks that this had better compute.
 
-        budget: context tokens that Stage II recomputes. layers, scoring: whose attention Stage I averages, and how many
-        of the last rows score.
+        places: the tier that holds each chunk, None where none does. budget: context tokens that Stage II recomputes.
+        layers, scoring: whose attention Stage I averages, and how many of the last rows score.
         """
         self.observe_reads()
-        places = self._store.locate_many(chunks) if self._store is not None else [None] * len(chunks)
         loading = [self.loading(chunk, tier) if tier else None for chunk, tier in zip(chunks, places, strict=True)]
         computing = [self.computing(chunk, layout.prefix) for chunk in chunks]
         stages = self.predict(_stages(layout, budget, layers, scoring, self._model.layout.layers, self._token_bytes))

@@ -17,12 +17,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import torch
 
-from engine.base import EngineStats, Event, Finished, GenerateRequest, Prefilled, Request, Token
+from cache_store.base import Chunk
+from engine.base import EngineStats, Event, Finished, GenerateRequest, Loader, Prefilled, Request, Token
 from engine.decode import EventSteps
+from engine.strategies.base import Strategy
 from errors import Cancelled, NotReady, QueueFull
 
 log = logging.getLogger(__name__)
@@ -33,12 +35,19 @@ _RETRY_SECONDS_FLOOR = 1.0
 class Engine:
     """An EngineClient whose device thread lives in this process."""
 
-    def __init__(self, steps: Callable[[Request], EventSteps], max_waiting: int = 32, max_running: int = 4) -> None:
-        """`steps` makes the generator of a request.
+    def __init__(
+        self,
+        steps: Callable[[Request], EventSteps],
+        max_waiting: int = 32,
+        max_running: int = 4,
+        loader: Loader | None = None,
+    ) -> None:
+        """`steps` makes the generator of a request. `loader`: loads for requests ahead.
 
         Beyond `max_running` started and `max_waiting` queued queries, QueueFull.
         """
         self._steps = steps
+        self._loader = loader
         self._max_waiting = max_waiting
         self._max_running = max_running
         self._waiting: deque[_Task] = deque()
@@ -51,6 +60,11 @@ class Engine:
         self._mean_seconds = _RETRY_SECONDS_FLOOR  # running mean of a query's time on the device
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
+
+    def prefetch(self, request_id: str, chunks: Sequence[Chunk], strategy: Strategy) -> None:
+        """See EngineClient.prefetch."""
+        if self._loader is not None and strategy.reuses:
+            self._loader.begin(request_id, chunks, strategy.chooses)
 
     def submit(self, request: Request) -> AsyncGenerator[Event]:
         """See EngineClient.submit. Must be called from a running event loop."""
@@ -75,6 +89,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """See EngineClient.abort."""
+        self._forget(request_id)
         with self._wake:
             task = self._tasks.get(request_id)
             if task is not None:
@@ -169,12 +184,19 @@ class Engine:
             self._end(task, error)
         else:
             if isinstance(event, Prefilled):
+                self._forget(task.request.id)
                 event.timings["queue"] = (task.started - task.submitted) * 1000
             if event is not None:
                 task.decoding = task.decoding or isinstance(event, Token | Finished)
                 task.send(event)
 
+    def _forget(self, request_id: str) -> None:
+        """Nothing that was loaded ahead for the request is needed any more."""
+        if self._loader is not None:
+            self._loader.end(request_id)
+
     def _end(self, task: _Task, last: Exception | None) -> None:
+        self._forget(task.request.id)
         if task.steps is not None:
             task.steps.close()
         with self._wake:

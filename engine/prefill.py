@@ -80,7 +80,7 @@ class Prefill:
         self.selected = torch.empty(0, dtype=torch.int64)  # among the context tokens; set by the strategy
         self.compute: Set[str] = frozenset()  # keys of chunks to compute even if some tier holds them
         self.controller = controller or Controller(model)
-        self._source = source
+        self.source = source
 
     def assemble(self) -> Generator[None, None, None]:
         """Loads every chunk (computing what no tier holds) and places it: V copied, K turned to its position."""
@@ -88,7 +88,7 @@ class Prefill:
             yield from self.prefixes.copy_into(self.request.prefix, self.slots)
             loaded: list[LoadedChunk] = []
             for part in self.request.parts:
-                had = self._source.compute if part.chunk.key in self.compute else self._source.load
+                had = self.source.compute if part.chunk.key in self.compute else self.source.load
                 found = yield from had(part.chunk)
                 loaded.append(found)
                 self.usage.hits[found.tier] += 1

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from cache_store.base import Chunk
@@ -31,9 +32,9 @@ _MAX_CHARACTERS_PER_TOKEN = 32
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A piece of context on offer: its token ids, and how the answer shows it."""
+    """A piece of context on offer, and how the answer shows it."""
 
-    token_ids: tuple[int, ...]
+    chunk: Chunk
     shown: dict[str, Any]
 
 
@@ -104,6 +105,7 @@ class Pipeline:
             outcome = "cancelled"
             raise
         finally:
+            self._engine.abort(request_id)  # also what was begun for it before it was submitted
             self._metrics.requests.labels(self._label(body), outcome).inc()
             del self.active[request_id]
             ended.set()
@@ -126,6 +128,10 @@ class Pipeline:
         max_tokens = body.max_tokens or self._settings.max_tokens
         self._check_size("the question", len(body.question))
         self._check_size("the contexts", sum(map(len, body.contexts or ())))
+        found = await self._found(body)
+        self._engine.prefetch(
+            request_id, [found[number - 1].chunk for number in self._order(body, len(found))], strategy
+        )
         suffix, question = await asyncio.to_thread(self._prompt.suffix, body.question)
         room = self._window - len(self._prompt.prefix) - len(suffix) - max_tokens
         if room < 0:
@@ -133,7 +139,9 @@ class Pipeline:
                 f"question ({len(suffix)} tokens with its frame), system prompt ({len(self._prompt.prefix)}) and "
                 f"max_tokens ({max_tokens}) need {self._window - room} tokens; the window is {self._window}"
             )
-        sources, dropped = await self._sources(body, room)
+        sources = self._fitting(body, found, room)
+        dropped = len(found) - len(sources)
+        self._metrics.dropped_chunks.inc(dropped)
         retrieve_ms = _since(started)
         request = GenerateRequest(
             request_id,
@@ -209,37 +217,31 @@ class Pipeline:
                 f"{what}: {characters} characters; the window of {self._window} tokens takes at most {limit}"
             )
 
-    async def _sources(self, body: QueryBody, room: int) -> tuple[list[Source], int]:
-        """What the prompt holds, number 1 first, and how many retrieved chunks did not fit."""
+    async def _found(self, body: QueryBody) -> list[Source]:
+        """The contexts given, or what retrieval finds, number 1 first."""
         if body.contexts is not None:
-            given = await asyncio.to_thread(self._split, body.contexts)
-            needed = sum(self._length(number, source) for number, source in enumerate(given, start=1))
-            if needed > room:
-                raise PromptTooLong(
-                    f"the contexts need {needed} tokens; beside question and answer the window of {self._window} "
-                    f"has room for {room}"
-                )
-            return given, 0
+            return await asyncio.to_thread(self._split, body.contexts)
         hits = await asyncio.to_thread(
             self._retriever.search, body.collection, body.question, body.top_k or self._settings.top_k
         )
-        kept: list[Source] = []
-        for hit in hits:
-            source = _from_hit(hit)
-            room -= self._length(len(kept) + 1, source)
-            if room < 0:
-                break
-            kept.append(source)
-        dropped = len(hits) - len(kept)
-        self._metrics.dropped_chunks.inc(dropped)
-        return kept, dropped
+        return [self._source(hit.chunk.token_ids, _shown(hit)) for hit in hits]
+
+    def _fitting(self, body: QueryBody, found: list[Source], room: int) -> list[Source]:
+        """Those that `room` tokens take, from number 1 on. Contexts must fit all: else PromptTooLong."""
+        ends = list(accumulate(self._length(number, source) for number, source in enumerate(found, start=1)))
+        if body.contexts is not None and found and ends[-1] > room:
+            raise PromptTooLong(
+                f"the contexts need {ends[-1]} tokens; beside question and answer the window of {self._window} "
+                f"has room for {room}"
+            )
+        return [source for source, end in zip(found, ends, strict=True) if end <= room]
 
     def _split(self, contexts: Sequence[str]) -> list[Source]:
         sources = []
         for index, text in enumerate(contexts):
             for chunk in chunk_document(ParsedDocument(text), self._prompt.encode, self._settings.chunk_tokens):
                 shown = {"context": index, "start": chunk.start, "end": chunk.end, "text": chunk.text}
-                sources.append(Source(chunk.token_ids, shown))
+                sources.append(self._source(chunk.token_ids, shown))
         return sources
 
     @staticmethod
@@ -248,11 +250,13 @@ class Pipeline:
         return range(1, count + 1) if body.contexts is not None else range(count, 0, -1)
 
     def _length(self, number: int, source: Source) -> int:
-        return len(self._prompt.source_glue(number)) + len(source.token_ids)
+        return len(self._prompt.source_glue(number)) + len(source.chunk.token_ids)
 
     def _part(self, number: int, source: Source) -> Part:
-        key = chunk_key(self._space, tokens_digest(source.token_ids))
-        return Part(self._prompt.source_glue(number), Chunk(key, source.token_ids))
+        return Part(self._prompt.source_glue(number), source.chunk)
+
+    def _source(self, token_ids: tuple[int, ...], shown: dict[str, Any]) -> Source:
+        return Source(Chunk(chunk_key(self._space, tokens_digest(token_ids)), token_ids), shown)
 
     def _done(
         self,
@@ -332,7 +336,7 @@ class Pipeline:
             metrics.degraded.labels(what.split(":")[0]).inc()
 
 
-def _from_hit(hit: Hit) -> Source:
+def _shown(hit: Hit) -> dict[str, Any]:
     chunk = hit.chunk
     shown = {
         "document": chunk.document,
@@ -346,7 +350,7 @@ def _from_hit(hit: Hit) -> Source:
         "metadata": chunk.metadata,
         "text": chunk.text,
     }
-    return Source(chunk.token_ids, {name: value for name, value in shown.items() if value is not None})
+    return {name: value for name, value in shown.items() if value is not None}
 
 
 def _prefill_ms(prefilled: Prefilled) -> float:

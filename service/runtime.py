@@ -17,6 +17,7 @@ from cache_store.base import KVStore
 from cache_store.disk import DiskStore
 from cache_store.keys import key_space, tokens_digest
 from cache_store.memory import MemoryStore
+from cache_store.prefetch import Prefetcher
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
@@ -71,6 +72,7 @@ class Runtime:
         self.engine: Engine
         self.pipeline: Pipeline
         self.ingestor: Ingestor
+        self._prefetcher: Prefetcher | None
         self._database: Database
         self._lock: FileLock
 
@@ -108,6 +110,8 @@ class Runtime:
             return
         await self.ingestor.stop()
         await asyncio.to_thread(self.engine.close)
+        if self._prefetcher is not None:
+            await asyncio.to_thread(self._prefetcher.close)
         await asyncio.to_thread(self.store.close)
         await asyncio.to_thread(self.retriever.save)
         self._database.close()
@@ -161,10 +165,10 @@ class Runtime:
         )
         self.retriever.open()
         self.store = TieredStore(_tiers(settings, self.model))
-        steps = _steps(self.model, self.store, prompt.prefix)
-        self.engine = Engine(steps, settings.max_waiting, settings.max_running)
-        self.metrics.watch(self.store.tiers, self.engine.stats)
         token_bytes = _token_bytes(self.model)
+        steps, self._prefetcher = _steps(self.model, self.store, prompt.prefix, token_bytes, settings.prefetch_bytes)
+        self.engine = Engine(steps, settings.max_waiting, settings.max_running, self._prefetcher)
+        self.metrics.watch(self.store.tiers, self.engine.stats)
         backlog = Backlog(_BACKLOG_BYTES, token_bytes, self.metrics.dropped_encodings)
         self.pipeline = Pipeline(
             settings,
@@ -237,22 +241,28 @@ def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
     return tiers
 
 
-def _steps(model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
-    """What the engine runs for a request. Chunk KV is always computed behind the service's own prefix."""
+def _steps(
+    model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...], token_bytes: int, prefetch_bytes: int
+) -> tuple[Callable[[Request], EventSteps], Prefetcher | None]:
+    """What the engine runs for a request, and what loads ahead for it.
+
+    Chunk KV is always computed behind the service's own prefix.
+    """
     if isinstance(model, PlainModel):
-        return partial(_plain_steps, model)
+        return partial(_plain_steps, model), None
     prefixes = PrefixCache(model)
-    controller = Controller(model, store)
+    controller = Controller(model, store.tiers)
     calibrate(model, prefixes, prefix, controller)
     calibrate_tiers(store.tiers, model.layout, controller)
-    source = ChunkSource(store, partial(encode_observed, model, prefixes, prefix, controller))
+    prefetcher = Prefetcher(store, token_bytes, prefetch_bytes, controller.worth_loading)
+    source = ChunkSource(store, partial(encode_observed, model, prefixes, prefix, controller), prefetcher)
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):
             return encode(source, request)
         return generate(model, source, prefixes, request, controller)
 
-    return steps
+    return steps, prefetcher
 
 
 def _plain_steps(model: PlainModel, request: Request) -> EventSteps:

@@ -60,6 +60,9 @@ class Settings(BaseSettings):
     disk_bytes: int = Field(20 * GIB, ge=0, description="budget of the disk tier; 0 turns it off")
     redis_url: str = Field("", description="Redis tier, such as redis://host:6379/0 or unix:///path; empty: none")
     redis_timeout_ms: int = Field(250, ge=10, le=60000, description="longest wait for a byte from Redis")
+    prefetch_bytes: int = Field(
+        256 << 20, ge=0, description="chunk KV that is read ahead of the requests that need it; 0 turns that off"
+    )
     precompute: bool = Field(True, description="compute chunk KV ahead, after a document was indexed")
     database_url: str = Field("", description="catalogue; empty: SQLite in the data folder")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,6 +175,10 @@ class Bench:
         """KVSource.compute."""
         self.encoded.pop(chunk.key, None)
         return (yield from self.load(chunk))
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """KVSource.locate_many."""
+        return ["memory" if chunk.key in self.encoded else None for chunk in chunks]
 
     def request(self, strategy: str, ratio: float = 0.2, max_tokens: int = 16, **options: Any) -> GenerateRequest:
         return GenerateRequest(

@@ -84,6 +84,10 @@ class PromptRun:
         """KVSource.compute: what was computed once stays."""
         return self.load(chunk)
 
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """KVSource.locate_many."""
+        return ["memory" if chunk.key in self._chunks else None for chunk in chunks]
+
     def start(self, strategy: Strategy) -> Prefill:
         """A prefill of the prompt that copies the assembled slots instead of assembling anew."""
         assembled = self._assembled if strategy.reuses else None

@@ -18,13 +18,16 @@ class Auto(ProphetKV):
     """
 
     name: ClassVar[str] = "auto"
+    chooses: ClassVar[bool] = True
 
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill. `usage.decision` tells what was expected, `usage.strategy` what ran."""
+        chunks = [part.chunk for part in prefill.request.parts]
         with prefill.timed("load"):
             decision, compute = prefill.controller.decide(
                 prefill.layout,
-                [part.chunk for part in prefill.request.parts],
+                chunks,
+                prefill.source.locate_many(chunks),
                 recompute_budget(self.ratio, prefill.usage.context_tokens),
                 self._layers(prefill.model.layout.layers),
                 len(self._rows(prefill)),

@@ -157,7 +157,7 @@ class Broken(MemoryStore):
 def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(llama: Bench, tmp_path: Path) -> None:
     tiers: list[KVStore] = [MemoryStore(1 << 30), DiskStore(tmp_path, llama.model.layout, 1 << 30), Broken(1 << 20)]
     store = TieredStore(tiers)
-    controller = Controller(llama.model, store)
+    controller = Controller(llama.model, tiers)
     guess, broken = controller.compute.coefficients, controller.reads["broken"].coefficients
     calibrate(llama.model, llama.prefixes, llama.prefix, controller)
     calibrate_tiers(tiers, llama.model.layout, controller)
@@ -172,7 +172,7 @@ def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(llama: Bench,
 
 def test_reads_of_the_tiers_are_taken_in(llama: Bench) -> None:
     memory = MemoryStore(1 << 20)
-    controller = Controller(llama.model, TieredStore([memory]))
+    controller = Controller(llama.model, [memory])
     before = controller.reads["memory"].predict((1, 1 << 20))
     memory.stats.hits, memory.stats.read_bytes, memory.stats.read_seconds = 4, 4 << 20, 400.0
     controller.observe_reads()
@@ -202,7 +202,7 @@ class Rig:
         for tier, numbers in zip(self.tiers, (memory, disk), strict=True):
             for number in numbers:
                 tier.put(chunks[number], run(self.encode(chunks[number])))
-        self.controller = Controller(self.bench.model, self.store)
+        self.controller = Controller(self.bench.model, self.tiers)
         self.controller.observe = lambda work, seconds: None  # type: ignore[method-assign]
         self.controller.compute = LinearCost((1e-9, *[1e-11] * 4, 1e-11))  # time is operations, nearly
         self.controller.reads["memory"] = FAST

@@ -36,7 +36,7 @@ class Rig:
         self.encodings: list[str] = []
         self.store = TieredStore([MemoryStore(memory)])
         source = ChunkSource(self.store, self._encode)
-        self.controller = Controller(self.bench.model, self.store)
+        self.controller = Controller(self.bench.model, self.store.tiers)
         self.first_guess = LinearCost(self.controller.compute.coefficients)
 
         def steps(request: Request) -> EventSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from cache_store.base import Chunk, ChunkKV
 from cache_store.disk import DiskStore
 from engine.controller import Controller
 from engine.costs import LinearCost
+from errors import PromptTooLong
 from service.backlog import Backlog
-from service.client import Client
+from service.client import Client, ClientError
 from tests.service.conftest import MakeServer, Server
 from tests.service.test_api import ask, wait_for
 from tests.service.test_lifecycle import boats, put
@@ -126,3 +128,52 @@ def test_the_backlog_is_bounded_and_forgets() -> None:
     assert [chunk.key for chunk in backlog.waiting()] == [chunks[1].key, "f" * 64, chunks[3].key]
     backlog.discard([chunk.key for chunk in backlog.waiting()])
     assert not backlog.filled.is_set()
+
+
+def test_loading_begins_before_the_prompt_is_tokenised_and_ends_with_the_request(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    refuse = False
+
+    class Watched(DiskStore):
+        def get(self, chunk: Chunk) -> ChunkKV | None:
+            begun.set()
+            return super().get(chunk)
+
+    monkeypatch.setattr("service.runtime.DiskStore", Watched)
+    server = make_server(memory_bytes=0).start()
+    put(server, "boats", boats(20))
+    prompt, prefetcher = server.runtime.pipeline._prompt, server.runtime._prefetcher
+    assert prefetcher is not None
+    tokenise = prompt.suffix
+
+    def waits(question: str) -> tuple[tuple[int, ...], tuple[int, int]]:
+        assert begun.wait(20), "nothing was loaded before the question was tokenised"
+        if refuse:
+            raise PromptTooLong("too long")
+        return tokenise(question)
+
+    monkeypatch.setattr(prompt, "suffix", waits)
+    begun.clear()
+    with Client(server.url) as client:
+        usage = ask(client, max_tokens=1, top_k=3)[1]["done"]["usage"]
+        assert usage["chunk_hits"]["disk"] == 3
+        reads = server.runtime.store.tiers[1].stats.hits
+        assert prefetcher.held() == 0
+        begun.clear()
+        refuse = True
+        with pytest.raises(ClientError, match="too long"):
+            ask(client, max_tokens=1, top_k=3)
+        wait_for(lambda: prefetcher.held() == 0)
+        begun.set()
+        refuse = False
+        assert ask(client, max_tokens=1, top_k=3, strategy={"name": "full"})[1]["done"]["usage"]["strategy"] == "full"
+    assert server.runtime.store.tiers[1].stats.hits <= reads + 3
+
+
+def test_nothing_is_loaded_ahead_when_that_is_turned_off(make_server: MakeServer) -> None:
+    server = make_server(memory_bytes=0, prefetch_bytes=0).start()
+    put(server, "boats", boats(20))
+    with Client(server.url) as client:
+        assert ask(client, max_tokens=1, top_k=3)[1]["done"]["usage"]["chunk_hits"]["disk"] == 3
