@@ -136,6 +136,11 @@ class Prefilled:
     timings: dict[str, float]
     predicted_full_prefill_ms: float
 
+    @property
+    def prefill_ms(self) -> float:
+        """From the chunks' loading to the first token's logits."""
+        return sum(value for phase, value in self.timings.items() if phase != "queue")
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -249,7 +249,7 @@ class Catalogue:
         """Tokens digest and token ids of the revision's chunks, in order."""
         query = select(ChunkRow).filter_by(revision_id=revision).order_by(ChunkRow.ordinal)
         with self._database.read() as session:
-            return [(row.tokens_digest, _ids(row.token_ids)) for row in session.scalars(query)]
+            return [(row.tokens_digest, token_ids(row.token_ids)) for row in session.scalars(query)]
 
     def vectors(self, collection: str, dim: int) -> Iterator[tuple[int, Vectors]]:
         """Chunk id and vectors of every live chunk of the collection."""
@@ -367,10 +367,11 @@ def _stored(chunk: ChunkRow, document: DocumentRow) -> StoredChunk:
         last_page=chunk.last_page,
         heading=chunk.heading,
         text=chunk.text,
-        token_ids=_ids(chunk.token_ids),
+        token_ids=token_ids(chunk.token_ids),
         tokens_digest=chunk.tokens_digest,
     )
 
 
-def _ids(data: bytes) -> tuple[int, ...]:
+def token_ids(data: bytes) -> tuple[int, ...]:
+    """Of the stored form."""
     return tuple(np.frombuffer(data, dtype="<i4").tolist())

@@ -147,3 +147,11 @@ class KeySpaceRow(Base):
 
     __tablename__ = "key_spaces"
     space: Mapped[str] = mapped_column(String(64), primary_key=True)
+
+
+class ChunkUseRow(Base):
+    """How often a chunk stood in a prompt; kept only by servers that warm up."""
+
+    __tablename__ = "chunk_uses"
+    tokens_digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    uses: Mapped[int] = mapped_column(Integer)

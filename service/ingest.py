@@ -73,7 +73,7 @@ class Ingestor:
         self._metrics = metrics
         self._spaces: list[str] = []
         self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
-        self._encoding = asyncio.Lock()
+        self.encoding = asyncio.Lock()  # held while KV is written in the background, or removed
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -171,7 +171,7 @@ class Ingestor:
         chunks = [Chunk(chunk_key(self._space, digest), ids) for digest, ids in held]
         done = 0
         while done < len(chunks):
-            async with self._encoding:
+            async with self.encoding:
                 batch = tuple(self._batch(chunks[done:]))
                 async with aclosing(self._engine.submit(EncodeRequest(uuid.uuid4().hex, batch))) as events:
                     async for _ in events:
@@ -191,7 +191,7 @@ class Ingestor:
             await self._backlog.filled.wait()
             if self._stopping.is_set():
                 return
-            async with self._encoding:
+            async with self.encoding:
                 batch = tuple(self._batch(list(self._backlog.waiting())))
                 try:
                     async with aclosing(self._engine.submit(EncodeRequest(uuid.uuid4().hex, batch))) as events:
@@ -222,7 +222,7 @@ class Ingestor:
             # A query or encoding that started before the deletion may still write what it computed: remove once more
             # when those have ended.
             await self._settled()
-            async with self._encoding:
+            async with self.encoding:
                 done = await self._delete_kv(digests)
             if done:
                 await self._insist(self._jobs.purged, digests)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cache_store.base import KVStore
-from engine.base import EngineStats
+from engine.base import EngineStats, Prefilled
 
 _PREFIX = "prophetkv_"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
@@ -56,10 +56,38 @@ class Metrics:
             "kv_purge_failures", "removals of KV that a tier refused; they are repeated"
         )
 
-    def observe_phases(self, timings: dict[str, float]) -> None:
-        """`timings`: milliseconds by phase."""
-        for phase, milliseconds in timings.items():
+    def observe_decision(self, prefilled: Prefilled) -> None:
+        """What `auto` chose for a prefill, and how well it had predicted it."""
+        usage, decision = prefilled.usage, prefilled.usage.decision
+        if decision is None:
+            return
+        self.decisions.labels(decision.strategy).inc()
+        if not usage.fallback_reason:
+            self.prediction_error.observe(decision.predicted_ms[decision.strategy] / prefilled.prefill_ms - 1)
+
+    def observe_answer(
+        self,
+        prefilled: Prefilled,
+        phases: dict[str, float],
+        completion_tokens: int,
+        degraded: Sequence[str],
+        first_token_ms: float,
+        total_ms: float,
+    ) -> None:
+        """An answer has ended. `phases`: milliseconds by phase."""
+        usage = prefilled.usage
+        for phase, milliseconds in phases.items():
             self.phases.labels(self._model, phase).observe(milliseconds / 1000)
+        if first_token_ms:
+            self.ttft.observe(first_token_ms / 1000)
+        self.latency.observe(total_ms / 1000)
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.generation_tokens.inc(completion_tokens)
+        self.recomputed_tokens.inc(usage.recomputed_tokens)
+        for tier, count in usage.hits.items():
+            self.chunk_hits.labels(tier).inc(count)
+        for what in degraded:
+            self.degraded.labels(what.split(":")[0]).inc()
 
     def watch(self, tiers: Sequence[KVStore], engine: Callable[[], EngineStats]) -> None:
         """Exports the tiers' own counters and the engine's state at every scrape."""

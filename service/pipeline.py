@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -60,12 +60,13 @@ class Pipeline:
         layers: int,
         refused: str | None,
         backlog: Backlog,
+        used: Callable[[Sequence[Chunk]], None],
         metrics: Metrics,
     ) -> None:
         """`space`: the KV key space. `window` and `layers`: positions and layers the model has.
 
         `refused`: why nothing but a full prefill is served, None when reuse is proven for the model. `backlog` gets the
-        chunks that a full prefill found missing.
+        chunks that a full prefill found missing, `used` the retrieved chunks that stand in a prompt.
         """
         self._settings = settings
         self._retriever = retriever
@@ -76,6 +77,7 @@ class Pipeline:
         self._layers = layers
         self._refused = refused
         self._backlog = backlog
+        self._used = used
         self._metrics = metrics
         self.active: dict[str, asyncio.Event] = {}  # request id -> set when the request has ended
         self.draining = False
@@ -142,6 +144,8 @@ class Pipeline:
         sources = self._fitting(body, found, room)
         dropped = len(found) - len(sources)
         self._metrics.dropped_chunks.inc(dropped)
+        if body.contexts is None:
+            self._used([source.chunk for source in sources])
         retrieve_ms = _since(started)
         request = GenerateRequest(
             request_id,
@@ -164,7 +168,9 @@ class Pipeline:
                 fresh = ""
                 if isinstance(event, Prefilled):
                     prefilled = event
-                    self._note_decision(event)
+                    self._metrics.observe_decision(event)
+                    if event.usage.decision is not None and event.usage.strategy == "full":
+                        self._backlog.add(event.usage.decision.missing)
                 elif isinstance(event, Token):
                     count += 1
                     fresh = text.add(event.id)
@@ -191,18 +197,6 @@ class Pipeline:
             return make_strategy("full", {}, self._layers)
         options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **(body.strategy or {})}
         return make_strategy(options.pop("name"), options, self._layers)
-
-    def _note_decision(self, prefilled: Prefilled) -> None:
-        """Has what `auto` found missing encoded later, and keeps account of its predictions."""
-        decision = prefilled.usage.decision
-        if decision is None:
-            return
-        if decision.strategy == "full":
-            self._backlog.add(decision.missing)
-        self._metrics.decisions.labels(decision.strategy).inc()
-        if not prefilled.usage.fallback_reason:
-            error = decision.predicted_ms[decision.strategy] / _prefill_ms(prefilled) - 1
-            self._metrics.prediction_error.observe(error)
 
     def _label(self, body: QueryBody) -> str:
         """The strategy's name as a metric label, whose values must be few."""
@@ -280,7 +274,7 @@ class Pipeline:
         total_ms = _since(started)
         decision = usage.decision
         predicted = {name: round(value, 1) for name, value in decision.predicted_ms.items()} if decision else {}
-        self._observe(prefilled, phases, completion_tokens, degraded, first_token_ms, total_ms)
+        self._metrics.observe_answer(prefilled, phases, completion_tokens, degraded, first_token_ms, total_ms)
         return {
             "finish_reason": reason,
             "usage": {
@@ -308,32 +302,10 @@ class Pipeline:
                 "predicted_full_prefill_ms": round(prefilled.predicted_full_prefill_ms, 1),
             },
             "timings": {f"{name}_ms": round(value, 1) for name, value in phases.items()}
-            | {"prefill_ms": round(_prefill_ms(prefilled), 1)}
+            | {"prefill_ms": round(prefilled.prefill_ms, 1)}
             | {"predicted_ms": predicted[decision.strategy] if decision else None}
             | {"first_token_ms": round(first_token_ms, 1), "total_ms": round(total_ms, 1)},
         }
-
-    def _observe(
-        self,
-        prefilled: Prefilled,
-        phases: dict[str, float],
-        completion_tokens: int,
-        degraded: list[str],
-        first_token_ms: float,
-        total_ms: float,
-    ) -> None:
-        usage, metrics = prefilled.usage, self._metrics
-        metrics.observe_phases(phases)
-        if first_token_ms:
-            metrics.ttft.observe(first_token_ms / 1000)
-        metrics.latency.observe(total_ms / 1000)
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.generation_tokens.inc(completion_tokens)
-        metrics.recomputed_tokens.inc(usage.recomputed_tokens)
-        for tier, count in usage.hits.items():
-            metrics.chunk_hits.labels(tier).inc(count)
-        for what in degraded:
-            metrics.degraded.labels(what.split(":")[0]).inc()
 
 
 def _shown(hit: Hit) -> dict[str, Any]:
@@ -351,11 +323,6 @@ def _shown(hit: Hit) -> dict[str, Any]:
         "text": chunk.text,
     }
     return {name: value for name, value in shown.items() if value is not None}
-
-
-def _prefill_ms(prefilled: Prefilled) -> float:
-    """From the chunks' loading to the first token's logits, in milliseconds."""
-    return sum(value for phase, value in prefilled.timings.items() if phase != "queue")
 
 
 def _since(started: float) -> float:

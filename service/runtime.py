@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 
-from cache_store.base import KVStore
+from cache_store.base import Chunk, KVStore
 from cache_store.disk import DiskStore
 from cache_store.keys import key_space, tokens_digest
 from cache_store.memory import MemoryStore
@@ -37,6 +37,7 @@ from retriever.database import Database
 from retriever.embedding import Embedder
 from retriever.jobs import Jobs
 from retriever.retriever import Retriever, index_signature
+from retriever.uses import Uses
 from service.backlog import Backlog
 from service.ingest import Ingestor
 from service.metrics import Metrics
@@ -44,6 +45,7 @@ from service.models import resolve_embedder, resolve_language_model
 from service.pipeline import Pipeline
 from service.prompt import PromptTemplate
 from service.settings import Settings
+from service.warmup import WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Runtime:
         self.pipeline: Pipeline
         self.ingestor: Ingestor
         self._prefetcher: Prefetcher | None
+        self._warm_up: WarmUp | None = None
         self._database: Database
         self._lock: FileLock
 
@@ -93,6 +96,8 @@ class Runtime:
         try:
             await _in_daemon_thread(self._load)
             await self.ingestor.start()
+            if self._warm_up is not None:
+                self._warm_up.start()
         except BaseException:
             self._lock.release()
             raise
@@ -108,6 +113,8 @@ class Runtime:
         """Stops what was started, in reverse order."""
         if not self.started:
             return
+        if self._warm_up is not None:
+            await self._warm_up.stop()
         await self.ingestor.stop()
         await asyncio.to_thread(self.engine.close)
         if self._prefetcher is not None:
@@ -133,6 +140,10 @@ class Runtime:
             if self.pipeline.draining:
                 told["draining"] = "the server is shutting down"
         return told
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
+        if self._warm_up is not None:
+            self._warm_up.count(chunks)
 
     def _load(self) -> None:
         settings = self.settings
@@ -180,6 +191,7 @@ class Runtime:
             self.model.layout.layers if isinstance(self.model, Model) else 0,
             self.model.refused if isinstance(self.model, PlainModel) else None,
             backlog,
+            self._count,
             self.metrics,
         )
         self.ingestor = Ingestor(
@@ -195,6 +207,9 @@ class Runtime:
             backlog,
             self.metrics,
         )
+        if settings.warm_up and reuses:
+            uses, quiet = Uses(self._database), self.ingestor.encoding
+            self._warm_up = WarmUp(uses, self.store, space, token_bytes, settings.memory_bytes, quiet)
 
 
 def _made(folder: Path) -> Path:

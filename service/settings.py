@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     prefetch_bytes: int = Field(
         256 << 20, ge=0, description="chunk KV that is read ahead of the requests that need it; 0 turns that off"
     )
+    warm_up: bool = Field(
+        False, description="count which chunks are used, and load the most used into memory at the next start"
+    )
     precompute: bool = Field(True, description="compute chunk KV ahead, after a document was indexed")
     database_url: str = Field("", description="catalogue; empty: SQLite in the data folder")
 

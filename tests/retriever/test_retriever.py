@@ -21,6 +21,7 @@ from retriever.embedding import Embedder
 from retriever.index import VectorIndex
 from retriever.jobs import MAX_ATTEMPTS, Jobs
 from retriever.retriever import Retriever
+from retriever.uses import Uses
 from tests.retriever.test_chunking import words
 
 
@@ -495,3 +496,20 @@ def test_embeddings_have_unit_length(embedder: Embedder) -> None:
     assert np.allclose(np.linalg.norm(long, axis=1), 1, atol=1e-5)
     assert float(np.linalg.norm(embedder.embed_query("word " * 1000))) == pytest.approx(1, abs=1e-5)
     assert embedder.embed_chunks([]) == []
+
+
+def test_uses_are_counted_while_a_document_holds_the_chunk(library: Library) -> None:
+    uses = Uses(library.database)
+    library.put("boats", BOATS * 20)
+    library.put("copy", BOATS * 20)
+    library.work()
+    hits = library.retriever.search("default", "boat", 20)
+    held = {hit.chunk.tokens_digest: hit.chunk.token_ids for hit in hits}
+    first, second, *_ = held
+    uses.add({first: 1, second: 2, "f" * 64: 100})
+    assert list(uses.most_used()) == [(second, held[second]), (first, held[first])]
+    uses.add({first: 5})
+    assert [digest for digest, _ in uses.most_used()] == [first, second]
+    for name in ("boats", "copy"):
+        library.retriever.delete("default", name)
+    assert list(uses.most_used()) == []

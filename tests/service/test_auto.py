@@ -177,3 +177,29 @@ def test_nothing_is_loaded_ahead_when_that_is_turned_off(make_server: MakeServer
     put(server, "boats", boats(20))
     with Client(server.url) as client:
         assert ask(client, max_tokens=1, top_k=3)[1]["done"]["usage"]["chunk_hits"]["disk"] == 3
+
+
+def test_the_most_used_chunks_are_in_memory_after_a_restart(make_server: MakeServer) -> None:
+    question = "Which boat has number 17?"
+    server = make_server(warm_up=True).start()
+    put(server, "boats", boats(60))
+    with Client(server.url) as client:
+        for _ in range(2):
+            sources = ask(client, question=question, max_tokens=1, top_k=2)[1]["sources"]["sources"]
+        ask(client, question="Which number has seven oars?", max_tokens=1, top_k=10)
+    chunks = server.runtime.store.tiers[1].stats.entries
+    assert chunks > 10
+    server.stop()
+    server.settings["memory_bytes"] = 2 * 64 * 512  # two chunks
+    server.start()
+    memory = server.runtime.store.tiers[0]
+    wait_for(lambda: memory.stats.entries == 2)
+    with Client(server.url) as client:
+        found = ask(client, question=question, max_tokens=1, top_k=2)[1]
+    assert found["done"]["usage"]["chunk_hits"]["memory"] == 2
+    assert [source["start"] for source in found["sources"]["sources"]] == [source["start"] for source in sources]
+    server.stop()
+    server.settings["warm_up"] = False
+    server.start()
+    assert server.runtime.store.tiers[0].stats.entries == 0
+    server.stop()
