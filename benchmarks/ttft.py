@@ -274,10 +274,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {told['cpu']} ({told['capability']}, {told['threads']} threads), {told['date']}, "
         f"torch {told['torch']}, chunk KV in {result['tier']}, {result['suffix_tokens']} tokens behind the context. "
         "Medians of interleaved rounds in one process with 95 % bootstrap intervals. Bounds: the speed-up by rows, by "
-        "attention pairs and by floating point operations. Peak: growth of the resident set, in MiB; KV: of the context.",
+        "attention pairs and by floating point operations. Peak: growth of the resident set. KV and peak in MiB.",
         "",
-        "| context (KV MiB) | method | TTFT s | full / method | by rows, pairs, FLOPs | stage I s | stage II s | recomputed "
-        "| peak |",
+        "| context (KV) | method | TTFT s | full / method | by rows, pairs, FLOPs | I s | II s | rows | peak |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for length in result["lengths"]:
