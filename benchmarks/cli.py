@@ -12,12 +12,8 @@ from service.settings import load_settings
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
+_RATES = "1,4,16,32,64,256,inf"
 _STRATEGIES = "naive,epic,cacheblend,kvshare,prophetkv"
-
-
-@app.callback()
-def _bench() -> None:
-    """Keeps `ttft` a subcommand also while it is the only one."""
 
 
 @app.command()
@@ -45,3 +41,23 @@ def ttft(
     settings = load_settings(**({"model": model} if model else {}))
     for result in measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])):
         report(result, out)
+
+
+@app.command()
+def balance(
+    model: Annotated[str | None, typer.Option(help="manifest name, folder or hub id")] = None,
+    tokens: Annotated[int, typer.Option(min=512, help="context tokens")] = 1536,
+    rates: Annotated[str, typer.Option(help="MB/s of the emulated medium, comma-separated; inf: memory")] = _RATES,
+    ratio: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.2,
+    pairs: Annotated[int, typer.Option(min=2, help="rounds at most")] = 5,
+    minutes: Annotated[float, typer.Option(min=0.0, help="about how long to go on")] = 9.0,
+    out: Annotated[Path, typer.Option(help="JSON; a table and a plot go beside it")] = Path(
+        "docs/results/balance.json"
+    ),
+) -> None:
+    """The strategy `auto` against every fixed choice, on emulated media of every speed."""
+    from benchmarks.balance import Plan, measure, report
+
+    plan = Plan(tokens, [float(rate) for rate in rates.split(",")], ratio, pairs, minutes)
+    settings = load_settings(**({"model": model} if model else {}))
+    report(measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])), out)

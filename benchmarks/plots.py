@@ -1,4 +1,4 @@
-"""Plots of `prophetkv bench ttft`."""
+"""Plots of `prophetkv bench`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # no display
 from matplotlib import pyplot as plt
 
+from benchmarks.balance import FIXED, SHARES
 from benchmarks.ttft import PHASES
 
 
@@ -49,5 +51,27 @@ def plot_speed_up(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("TTFT of full / TTFT of the method")
     axes.set_title(f"{result['model']} in {result['dtype']}, chunk KV in {result['tier']}")
     axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_balance(result: dict[str, Any], path: Path) -> None:
+    """Time to first token over the emulated medium's rate: each fixed choice, and `auto` on top of them."""
+    shares = [stored for stored in SHARES if any(cell["stored"] == stored for cell in result["cells"])]
+    figure, panels = plt.subplots(1, len(shares), figsize=(5 * len(shares), 4.5), sharey=True, layout="constrained")
+    fastest = 4 * max((cell["rate_mb_s"] or 1.0) for cell in result["cells"])
+    for axes, stored in zip(np.atleast_1d(panels), shares, strict=True):
+        cells = [cell for cell in result["cells"] if cell["stored"] == stored]
+        for name, style in (*((name, "--") for name in FIXED), ("auto", "-")):
+            points = [(c["rate_mb_s"] or fastest, c["ttft_s"][name]) for c in cells if name in c["ttft_s"]]
+            axes.plot(*zip(*points, strict=True), style, marker="o", label=name) if points else None
+        axes.axvline(result["break_even_mb_s"], color="grey", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(f"MB/s, emulated; {fastest:g} stands for memory")
+        axes.set_title(f"{stored} of the chunks stored")
+        axes.legend()
+    np.atleast_1d(panels)[0].set_ylabel("seconds to the first token")
+    figure.suptitle(f"{result['model']}, {result['context_tokens']} context tokens; grey: a chunk's break-even")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -22,14 +22,15 @@ import torch
 
 from benchmarks.report import conditions, paired_ratio, write
 from benchmarks.service import words
-from cache_store.base import Chunk, KVStore
+from cache_store.base import Chunk, KVSource, KVStore
 from cache_store.disk import DiskStore
 from cache_store.keys import chunk_key, tokens_digest
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
-from engine.base import GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.base import Decision, GenerateRequest, Part, Prefilled, Sampling, Token
+from engine.controller import Controller
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import run_steps
 from engine.generate import generate
@@ -61,13 +62,14 @@ class Plan:
 class Run:
     """One request to its first token. Phases in milliseconds, counters as in engine.base.Work, bytes copied.
 
-    `peak_bytes`: by how much the process's resident set rose above where it began.
+    `peak_bytes`: by how much the process's resident set rose above where it began. `decision`: of the strategy `auto`.
     """
 
     seconds: float
     phases: dict[str, float]
     counters: dict[str, int]
     peak_bytes: int
+    decision: Decision | None
 
 
 def measure(settings: Settings, plan: Plan, command: str) -> Iterator[dict[str, Any]]:
@@ -103,13 +105,13 @@ def measure_length(model: Model, settings: Settings, plan: Plan, length: int) ->
     runs: dict[str, list[Run]] = {name: [] for name, _ in methods}
     plain: dict[str, list[float]] = {name: [] for name in plan.plain}
     with _store(settings, plan.tier, model) as store:
-        make = _request(model, length)
+        make = request_maker(model, length)
         whole = make(STRATEGIES["full"]())
         source = ChunkSource(store, partial(encode_chunk, model, prefixes, whole.prefix))
         for part in whole.parts:
             run_steps(source.load(part.chunk))
         store.flush()
-        warm_up = _request(model, min(length, 2 * CHUNK_TOKENS))
+        warm_up = request_maker(model, min(length, 2 * CHUNK_TOKENS))
         for _, strategy in methods:
             first_token(model, source, prefixes, warm_up(strategy))
         for number in range(plan.pairs):
@@ -123,12 +125,18 @@ def measure_length(model: Model, settings: Settings, plan: Plan, length: int) ->
     return _summed_up(model, length, methods, runs, plain)
 
 
-def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, request: GenerateRequest) -> Run:
+def first_token(
+    model: Model,
+    source: KVSource,
+    prefixes: PrefixCache,
+    request: GenerateRequest,
+    controller: Controller | None = None,
+) -> Run:
     """Runs the request as the engine does, to its first token."""
     gc.collect()
     resident = _restart_peak()
     start = time.perf_counter()
-    for event in generate(model, source, prefixes, request):
+    for event in generate(model, source, prefixes, request, controller):
         if isinstance(event, Prefilled):
             usage, timings = event.usage, event.timings
         if isinstance(event, Token):
@@ -144,7 +152,7 @@ def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, reques
         "bytes_copied": usage.bytes_copied,
         "recomputed_tokens": usage.recomputed_tokens,
     }
-    return Run(seconds, phases, counters, _memory("VmHWM") - resident)
+    return Run(seconds, phases, counters, _memory("VmHWM") - resident, usage.decision)
 
 
 def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
@@ -157,14 +165,14 @@ def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
             yield f"{name} {ratio:g}", STRATEGIES[name](ratio=ratio)
 
 
-def _request(model: Model, length: int) -> Callable[[Strategy], GenerateRequest]:
-    """Requests over one context of `length` tokens in chunks of 512, with a system prefix and a question."""
+def request_maker(model: Model, length: int, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[Strategy], GenerateRequest]:
+    """Requests over one context of `length` tokens in chunks, with a system prefix and a question."""
     encoder = text_encoder(model.tokenizer)
     ids = encoder(words(2 * length, length))[0][:length]
     prefix = tuple(encoder("Answer from the sources.")[0])
     glue = tuple(encoder("\n\n")[0])
     suffix = tuple(encoder(words(200, 7))[0][:SUFFIX_TOKENS])
-    chunks = [tuple(ids[start : start + CHUNK_TOKENS]) for start in range(0, length, CHUNK_TOKENS)]
+    chunks = [tuple(ids[start : start + chunk_tokens]) for start in range(0, length, chunk_tokens)]
     parts = tuple(Part(glue, Chunk(chunk_key("0" * 64, tokens_digest(chunk)), chunk)) for chunk in chunks)
     return lambda strategy: GenerateRequest("bench", prefix, parts, suffix, strategy, Sampling(max_tokens=1))
 

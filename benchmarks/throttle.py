@@ -1,0 +1,72 @@
+"""A tier as slow as one likes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from cache_store.base import Chunk, ChunkKV, KVStore, StoreStats
+
+
+class TokenBucket:
+    """Lets bytes through at a rate, with a burst of 10 ms."""
+
+    def __init__(self, rate: float) -> None:
+        """`rate`: bytes per second; infinity lets everything through."""
+        self._rate = rate
+        self._burst = self._left = rate * 0.01
+        self._then = time.monotonic()
+
+    def take(self, nbytes: int) -> None:
+        """Waits until so many bytes may pass."""
+        if self._rate == float("inf"):
+            return
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._then) * self._rate) - nbytes
+        self._then = now
+        if self._left < 0:
+            time.sleep(-self._left / self._rate)
+
+
+class Throttled:
+    """A tier behind a token bucket. Only `held` is visible, and once it is frozen writes are dropped."""
+
+    name = "disk"
+
+    def __init__(self, inner: KVStore, rate: float) -> None:
+        self.stats = StoreStats()
+        self.held: set[str] = set()
+        self.frozen = False
+        self._inner = inner
+        self._bucket = TokenBucket(rate)
+
+    def get(self, chunk: Chunk) -> ChunkKV | None:
+        """See KVStore.get."""
+        start = time.perf_counter()
+        kv = self._inner.get(chunk) if chunk.key in self.held else None
+        if kv is None:
+            self.stats.misses += 1
+            return None
+        self._bucket.take(kv.nbytes)
+        self.stats.hits += 1
+        self.stats.read_bytes += kv.nbytes
+        self.stats.read_seconds += time.perf_counter() - start
+        return kv
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See KVStore.holds."""
+        return [chunk.key in self.held for chunk in chunks]
+
+    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+        """See KVStore.put."""
+        if not self.frozen:
+            self._inner.put(chunk, kv)
+            self.held.add(chunk.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See KVStore.delete."""
+        for key in keys:
+            self.held.discard(key)
+
+    def close(self) -> None:
+        """See KVStore.close."""
