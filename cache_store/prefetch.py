@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -12,6 +13,7 @@ from cache_store.base import Chunk
 from cache_store.tiered import Lookup, TieredStore
 
 _READERS = 4  # requests that are read for at a time; the chunks of one come in turn
+_TRIAL_SECONDS = 10.0  # between reads of a tier that is not worth it
 _SLICE_SECONDS = 0.01  # how long `take` waits at a time: a caller may give up in between
 
 
@@ -27,7 +29,8 @@ class Prefetcher:
     """Reads through a store on threads of its own, and keeps what it found until the request takes it or ends.
 
     At most `max_bytes` are on their way or kept; what exceeds them is left to the request itself. A read that has begun
-    is not interrupted.
+    is not interrupted. Of a tier that is not worth it one chunk is read now and then all the same, for nobody: else
+    nobody would learn that it has become fast.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Prefetcher:
         self._loads: dict[str, _Load] = {}
         self._owned: dict[str, list[str]] = {}
         self._nbytes = 0
+        self._tried: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-prefetch")
 
     def begin(self, owner: str, chunks: Sequence[Chunk], choosy: bool) -> None:
@@ -101,16 +105,24 @@ class Prefetcher:
 
     def _run(self, loads: list[_Load], choosy: bool) -> None:
         places = self._store.locate_many([load.chunk for load in loads])
+        spurned: dict[str, Chunk] = {}  # a chunk of each tier that is not worth it
         for load, place in zip(loads, places, strict=True):
-            if place is None or (choosy and not self._worth(load.chunk, place)):
+            worth = place is not None and (not choosy or self._worth(load.chunk, place))
+            if not worth:
                 with self._lock:
                     self._drop(load)
+            if place is not None and not worth:
+                spurned[place] = load.chunk
         for load in loads:
             if load.found.set_running_or_notify_cancel():
                 try:
                     load.found.set_result(self._store.lookup(load.chunk))
                 except Exception as error:
                     load.found.set_exception(error)
+        for tier, chunk in spurned.items():
+            if time.monotonic() - self._tried.get(tier, float("-inf")) >= _TRIAL_SECONDS:
+                self._tried[tier] = time.monotonic()
+                self._store.lookup(chunk)
 
     def _drop(self, load: _Load) -> None:
         """Under the lock."""

@@ -28,6 +28,7 @@ MARGIN = 0.02
 _SECONDS_PER_FLOP = 1e-11
 _SECONDS_PER_BYTE = 1e-9
 _SECONDS_PER_READ = 1e-4
+_READ_PACE = 0.5  # media change more suddenly than devices, and slow ones are read seldom
 _ATTENTION = 2  # times as long for an operation of attention as for one of a linear layer
 _ROWS_PER_CALL = 16  # a layer's call costs about as much as so many rows, for it reads the layer's weights
 
@@ -65,7 +66,7 @@ class Controller:
             now = tier.stats.hits, tier.stats.read_bytes, tier.stats.read_seconds
             reads, nbytes, seconds = (new - old for new, old in zip(now, self._seen[tier.name], strict=True))
             self._seen[tier.name] = now
-            self.reads[tier.name].observe((reads, nbytes), seconds)
+            self.reads[tier.name].observe((reads, nbytes), seconds, _READ_PACE)
 
     def predict(self, work: Work) -> float:
         """Seconds that the device needs for `work`."""
