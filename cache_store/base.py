@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,7 +60,10 @@ class ChunkKV:
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counters of one tier since start, and its present size. `service/metrics.py` exports them."""
+    """Counters of one tier since start, and its present size. `service/metrics.py` exports them.
+
+    read_bytes, read_seconds: of hits, so their quotient is the rate at which the tier gives entries back, verified.
+    """
 
     entries: int = 0
     nbytes: int = 0
@@ -70,6 +73,8 @@ class StoreStats:
     dropped_writes: int = 0
     evictions: int = 0
     errors: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,6 +89,9 @@ class KVStore(Protocol):
 
     def get(self, chunk: Chunk) -> ChunkKV | None:
         """The chunk's verified KV, or None."""
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Which of the chunks are here, without loading or verifying any."""
 
     def put(self, chunk: Chunk, kv: ChunkKV) -> None:
         """Publishes atomically: no reader ever sees a part of it."""

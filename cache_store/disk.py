@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cache_store import entry
@@ -37,6 +37,7 @@ class DiskStore:
         self._scan()
 
     def get(self, chunk: Chunk) -> ChunkKV | None:
+        start = time.perf_counter()
         try:
             kv = self._read(chunk)
         except FileNotFoundError:
@@ -52,7 +53,12 @@ class DiskStore:
             self.stats.errors += 1
             raise StoreUnavailable(f"disk tier: {error}") from error
         self.stats.hits += 1
+        self.stats.read_bytes += kv.nbytes
+        self.stats.read_seconds += time.perf_counter() - start
         return kv
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        return [self._path(chunk.key).exists() for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV) -> None:
         path = self._path(chunk.key)

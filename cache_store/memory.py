@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cache_store.base import Chunk, ChunkKV, StoreStats
 
@@ -21,6 +22,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def get(self, chunk: Chunk) -> ChunkKV | None:
+        start = time.perf_counter()
         with self._lock:
             kv = self._entries.get(chunk.key)
             if kv is None:
@@ -28,7 +30,13 @@ class MemoryStore:
                 return None
             self._entries.move_to_end(chunk.key)
             self.stats.hits += 1
+            self.stats.read_bytes += kv.nbytes
+            self.stats.read_seconds += time.perf_counter() - start
             return kv
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        with self._lock:
+            return [chunk.key in self._entries for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV) -> None:
         with self._lock:

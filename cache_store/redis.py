@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -48,6 +48,7 @@ class RedisStore:
         self._paused_until = 0.0
 
     def get(self, chunk: Chunk) -> ChunkKV | None:
+        start = time.perf_counter()
         size = entry.entry_bytes(self._layout, len(chunk.token_ids))
         count = -(-size // VALUE_BYTES)
         if count > MAX_SLICES:
@@ -71,7 +72,18 @@ class RedisStore:
             self.delete([chunk.key])
             return None
         self.stats.hits += 1
+        self.stats.read_bytes += kv.nbytes
+        self.stats.read_seconds += time.perf_counter() - start
         return kv
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        def ask() -> list[int]:
+            pipeline = self._client.pipeline(transaction=False)
+            for chunk in chunks:
+                pipeline.exists(_name(chunk.key, 0))
+            return pipeline.execute()
+
+        return [bool(found) for found in self._guarded(ask)]
 
     def put(self, chunk: Chunk, kv: ChunkKV) -> None:
         data = memoryview(entry.encode(chunk, kv, self._layout))

@@ -63,6 +63,29 @@ class TieredStore:
         self.stats.misses += 1
         return Lookup(None, None, tuple(faults))
 
+    def locate(self, chunk: Chunk) -> str | None:
+        """The name of the first tier that holds the chunk, without loading it; a tier that fails holds nothing."""
+        return self.locate_many([chunk])[0]
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """`locate` of each chunk, with one question to each tier."""
+        found: list[str | None] = [None] * len(chunks)
+        for tier in self.tiers:
+            missing = [index for index, name in enumerate(found) if name is None]
+            if not missing:
+                break
+            try:
+                held = tier.holds([chunks[index] for index in missing])
+            except StoreError as error:
+                log.warning("kv tier %s failed: %s", tier.name, error)
+                continue
+            for index, here in zip(missing, held, strict=True):
+                found[index] = tier.name if here else None
+        return found
+
+    def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+        return [name is not None for name in self.locate_many(chunks)]
+
     def get(self, chunk: Chunk) -> ChunkKV | None:
         return self.lookup(chunk).kv
 

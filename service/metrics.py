@@ -92,6 +92,8 @@ class _Live(Collector):
             ("dropped_writes", "entries not written: no room, backlog full, or the tier failed"),
             ("evictions", "entries evicted"),
             ("errors", "failures of the medium"),
+            ("read_bytes", "bytes of entries found"),
+            ("read_seconds", "time spent reading entries that were found"),
         ):
             counter = CounterMetricFamily(f"{_PREFIX}chunk_kv_{name}", text, labels=["tier"])
             for tier in self._tiers:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from cache_store.base import KVStore
+from cache_store.tiered import TieredStore
 from tests.cache_store.conftest import chunk_of, kv_of, same
 
 
@@ -20,6 +21,16 @@ def test_gives_back_what_it_took(store: KVStore) -> None:
 def test_an_unknown_key_is_a_miss(store: KVStore) -> None:
     assert store.get(chunk_of(1)) is None
     assert store.stats.misses == 1
+
+
+def test_tells_what_it_holds_and_how_fast_it_reads(store: KVStore) -> None:
+    store.put(chunk_of(1), kv_of(1))
+    assert store.holds([chunk_of(1), chunk_of(2)]) == [True, False]
+    for _ in range(2):
+        store.get(chunk_of(1))
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    assert sum(tier.stats.read_bytes for tier in tiers) == 2 * kv_of(1).nbytes
+    assert sum(tier.stats.read_seconds for tier in tiers) > 0
 
 
 def test_a_second_put_replaces(store: KVStore) -> None:

@@ -241,6 +241,9 @@ class Sick:
     def get(self, chunk: Chunk) -> ChunkKV | None:
         raise StoreUnavailable("sick tier: it burns")
 
+    def holds(self, chunks: Any) -> list[bool]:
+        raise StoreUnavailable("sick tier: it burns")
+
     def put(self, chunk: Chunk, kv: ChunkKV) -> None:
         raise StoreUnavailable("sick tier: it burns")
 
@@ -275,6 +278,19 @@ def test_a_failing_tier_is_a_miss_that_is_told(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable):
         store.delete([chunk_of(1).key])
     assert disk.get(chunk_of(1)) is None
+    store.close()
+
+
+def test_a_chunk_is_located_without_loading_it(tmp_path: Path, redis_server: RedisServer) -> None:
+    memory, disk = MemoryStore(1 << 20), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    far = RedisStore(redis_server.url, LAYOUT)
+    for tier, numbers in ((memory, (1,)), (disk, (1, 2)), (far, (1, 2, 3))):
+        for number in numbers:
+            tier.put(chunk_of(number), kv_of(number))
+    store = TieredStore([memory, Sick(), disk, far])
+    assert store.locate_many([chunk_of(number) for number in (3, 1, 4, 2)]) == ["redis", "memory", None, "disk"]
+    assert store.locate(chunk_of(2)) == "disk"
+    assert sum(tier.stats.hits + tier.stats.misses for tier in store.tiers) == 0
     store.close()
 
 
