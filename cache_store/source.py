@@ -8,6 +8,9 @@ from weakref import WeakValueDictionary
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from cache_store.tiered import TieredStore
 
+_ALL_LAYERS = 1 << 30
+_PATIENCE_SECONDS = 0.005  # how long the device thread waits before it looks for something else to do
+
 Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
 
 
@@ -25,9 +28,16 @@ class ChunkSource:
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.load. The result is in the store, or on its way there."""
-        found = self._store.lookup(chunk)
+        found = self._store.fetch(chunk)
+        while not found.wait(_ALL_LAYERS, _PATIENCE_SECONDS):
+            yield
         if found.kv is not None and found.tier is not None:
             return LoadedChunk(found.kv, found.tier, found.faults)
+        computed = yield from self.compute(chunk)
+        return LoadedChunk(computed.kv, computed.tier, found.faults)
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """The same without asking the tiers. The result is in the store, or on its way there."""
         computation = self._running.get(chunk.key)
         if computation is None:
             computation = _Computation(self._encode(chunk))
@@ -44,7 +54,7 @@ class ChunkSource:
         assert computation.result is not None
         if computation.fresh():
             self._store.put(chunk, computation.result)
-        return LoadedChunk(computation.result, "computed", found.faults)
+        return LoadedChunk(computation.result, "computed")
 
 
 class _Computation:

@@ -79,9 +79,9 @@ def _shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def encode_chunk(
-    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], chunk: Chunk
+    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], chunk: Chunk, codec: str = "raw"
 ) -> Generator[None, None, ChunkKV]:
-    """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32.
+    """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32, as `codec` writes them.
 
     Yields between layers. Raises NumericalFault when the model overflows on the chunk.
     """
@@ -99,4 +99,4 @@ def encode_chunk(
         layers.append(torch.stack((turn_back(k, layer).to(model.dtype), v)).cpu())
     if not all(bool(torch.isfinite(layer).all()) for layer in layers):
         raise NumericalFault("the model gives NaN or infinite keys or values for a chunk of the context")
-    return ChunkKV(tuple(layers))
+    return ChunkKV.pack(layers, codec)

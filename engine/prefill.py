@@ -78,7 +78,7 @@ class Prefill:
             for part in self.request.parts:
                 found = yield from self._source.load(part.chunk)
                 loaded.append(found)
-                self.usage.hits[found.tier] += 1
+                self.usage.hits[found.tier] = self.usage.hits.get(found.tier, 0) + 1
                 self.usage.bytes_copied += found.kv.nbytes
                 self.usage.bytes_loaded += found.kv.nbytes if found.tier != "computed" else 0
                 self.usage.faults += [fault for fault in found.faults if fault not in self.usage.faults]
@@ -120,7 +120,7 @@ class Prefill:
             keys, values = self.slots.data[layer]
             frequencies = self.model.frequencies(layer)
             for kv, positions in spans:
-                stored_keys, stored_values = kv.layers[layer].to(device, non_blocking=True)
+                stored_keys, stored_values = kv.layer(layer).to(device, non_blocking=True)
                 place(stored_keys, stored_values, positions, frequencies, keys, values)
             yield
 

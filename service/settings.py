@@ -21,6 +21,7 @@ PREFIX = "PROPHETKV_"
 _ENV_FILE = ".env"
 
 GIB = 1 << 30
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://")
 
 SYSTEM_PROMPT = (
     "You answer questions from the numbered sources that the user gives. Answer briefly and only with what the "
@@ -72,8 +73,8 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str) -> str:
-        if value and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
+        if value and not value.startswith(_REDIS_SCHEMES):
+            raise ValueError(f"must start with {', '.join(_REDIS_SCHEMES)}")
         return value
 
     @property
