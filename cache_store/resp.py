@@ -39,25 +39,10 @@ class Connection:
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
-        self._timeout = timeout
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._stop = 0  # of what was received and not yet taken
+        self._socket = _connected(address, timeout)
         try:
-            if address.path is not None:
-                self._socket = socket.socket(socket.AF_UNIX)
-                self._socket.settimeout(timeout)
-                self._socket.connect(address.path)
-            else:
-                self._socket = socket.create_connection((address.host, address.port), timeout)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            raise _unavailable(error) from error
-        try:
-            # The kernel keeps the time: one system call a read, where Python's timeout takes two.
-            self._socket.settimeout(None)
-            limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self._socket.setsockopt(socket.SOL_SOCKET, direction, limit)
             self._introduce(address)
         except BaseException:
             self._socket.close()
@@ -215,6 +200,29 @@ class EntryReader:
         if self._inside:
             self._connection.read_end()
             self._inside = False
+
+
+def _connected(address: Address, timeout: float) -> socket.socket:
+    try:
+        if address.path is None:
+            made = socket.create_connection((address.host, address.port), timeout)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            made = socket.socket(socket.AF_UNIX)
+            made.settimeout(timeout)
+            try:
+                made.connect(address.path)
+            except OSError:
+                made.close()
+                raise
+    except OSError as error:
+        raise _unavailable(error) from error
+    # From here on the kernel keeps the time: one system call a read, where Python's own timeout takes two.
+    made.settimeout(None)
+    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        made.setsockopt(socket.SOL_SOCKET, direction, limit)
+    return made
 
 
 def _unavailable(error: OSError) -> StoreUnavailable:

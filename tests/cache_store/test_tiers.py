@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-import torch
 
 from cache_store import entry
-from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing, Retention, StoreStats
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, Retention, StoreStats
 from cache_store.disk import DiskStore
-from cache_store.fetch import Fetch
 from cache_store.memory import MemoryStore
-from cache_store.redis import VALUE_BYTES, RedisStore
+from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from errors import StoreUnavailable
@@ -145,95 +140,6 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     other.delete([chunk_of(1).key])
     assert mine.get(chunk_of(1)) is None
     assert mine.stats.entries == 0
-
-
-# Redis
-
-
-def test_redis_values_are_at_most_4_mib(redis_server: RedisServer) -> None:
-    layout = KVLayout(layers=4, kv_heads=8, head_dim=64, dtype=torch.float32)
-    kv = kv_of(1, 1024, layout)
-    store = RedisStore(redis_server.url, layout)
-    store.put(chunk_of(1, 1024), kv)
-    with redis.Redis.from_url(redis_server.url) as client:
-        names = client.keys("*")
-        sizes = [client.strlen(name) for name in names]
-    assert len(names) == 5
-    assert max(sizes) == VALUE_BYTES
-    assert same(store.get(chunk_of(1, 1024)), kv)
-    store.delete([chunk_of(1, 1024).key])
-    with redis.Redis.from_url(redis_server.url) as client:
-        assert client.keys("*") == []
-    store.close()
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        ("evict", "incomplete"),
-        ("truncate", "length"),
-        ("flip", "block checksum"),
-        ("swap", "block checksum"),
-        ("foreign", "length"),
-    ],
-)
-def test_a_damaged_redis_entry_is_a_miss(redis_server: RedisServer, damage: str, reason: str) -> None:
-    layout = KVLayout(layers=2, kv_heads=8, head_dim=64, dtype=torch.float32)
-    store = RedisStore(redis_server.url, layout)
-    for number in (1, 2):
-        store.put(chunk_of(number, 1024), kv_of(number, 1024, layout))
-    name, other = (f"prophetkv:{{{chunk_of(number).key}}}:1" for number in (1, 2))
-    with redis.Redis.from_url(redis_server.url) as client:
-        data = bytearray(client.get(name))
-        data[len(data) // 2] ^= 1
-        if damage == "evict":
-            client.delete(name)
-        else:
-            client.set(
-                name,
-                {"truncate": bytes(data[:-1]), "flip": bytes(data), "swap": client.get(other), "foreign": b"hello"}[
-                    damage
-                ],
-            )
-    assert store.get(chunk_of(1, 1024)) is None
-    assert store.stats.rejected == {reason: 1}
-    assert same(store.get(chunk_of(2, 1024)), kv_of(2, 1024, layout))
-    store.close()
-
-
-def test_a_sick_redis_costs_nothing_after_three_failures(own_redis: RedisServer) -> None:
-    """SIGSTOP: three reads wait for the timeout, then the tier is left alone, and comes back by itself."""
-    tier = RedisStore(own_redis.url, LAYOUT, timeout=0.1)
-    store = TieredStore([MemoryStore(0), tier])
-    tier.put(chunk_of(1), kv_of(1))
-    own_redis.process.send_signal(signal.SIGSTOP)
-    faults = [store.lookup(chunk_of(1)).faults for _ in range(100)]
-    assert [("Timeout" in told, "paused" in told) for (told,) in faults] == [(True, False)] * 3 + [(False, True)] * 97
-    assert tier.stats.errors == 3
-    own_redis.process.send_signal(signal.SIGCONT)
-    assert _until_found(store, chunk_of(1)).tier == "redis"
-    store.close()
-
-
-def _until_found(store: TieredStore, chunk: Chunk) -> Fetch:
-    deadline = time.monotonic() + 20
-    while (found := store.lookup(chunk)).kv is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert same(found.kv, kv_of(int(chunk.key, 16)))
-    return found
-
-
-def test_a_full_redis_refuses_writes_and_serves_reads(own_redis: RedisServer) -> None:
-    store = RedisStore(own_redis.url, LAYOUT)
-    store.put(chunk_of(1), kv_of(1))
-    with redis.Redis.from_url(own_redis.url) as client:
-        client.config_set("maxmemory-policy", "noeviction")
-        client.config_set("maxmemory", "1")
-    with pytest.raises(StoreUnavailable, match="OOM"):
-        store.put(chunk_of(2), kv_of(2))
-    assert same(store.get(chunk_of(1)), kv_of(1))
-    store.close()
 
 
 # Tiers together
