@@ -8,6 +8,7 @@ A reader that has opened a file reads it to its end, whoever evicts it meanwhile
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,7 @@ class DiskStore:
         self._folder = folder
         self._layout = layout
         self._ledger = Ledger(budget, policy)
+        self._writing = threading.RLock()  # whoever changes files holds it, so that books and folder agree
         self._scan()
 
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
@@ -42,7 +44,8 @@ class DiskStore:
         try:
             kv = self._read(chunk, landing)
         except FileNotFoundError:
-            self._forget(chunk.key)
+            if chunk.key in self._ledger:
+                self._strike(chunk.key)
             self.stats.misses += 1
             return None
         except CorruptEntry as error:
@@ -62,29 +65,33 @@ class DiskStore:
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         size = entry.entry_bytes(kv.layout, kv.tokens)
-        self.delete(self._ledger.expired())
-        evicted = self._ledger.admit(chunk.key, size, kv.tokens, retention)
-        if evicted is None:
-            self.stats.dropped_writes += 1
-            return
-        try:
-            self._unlink(evicted)
-            self.stats.evictions += len(evicted)
-            self._ledger.resize(chunk.key, self._publish(self._path(chunk.key), entry.encode(chunk, kv)))
-        except BaseException as error:
-            self._forget(chunk.key)
-            if isinstance(error, OSError):
-                raise self._failed(error) from error
-            raise
-        self.stats.writes += 1
-        self._take_stock()
+        pieces = entry.encode(chunk, kv)
+        with self._writing:
+            # A former file goes first: the budget has no room for two.
+            self.delete([chunk.key, *self._ledger.expired()])
+            evicted = self._ledger.admit(chunk.key, size, kv.tokens, retention)
+            if evicted is None:
+                self.stats.dropped_writes += 1
+                return
+            try:
+                self._unlink(evicted)
+                self.stats.evictions += len(evicted)
+                self._ledger.resize(chunk.key, self._publish(self._path(chunk.key), pieces))
+            except BaseException as error:
+                self._forget(chunk.key)
+                if isinstance(error, OSError):
+                    raise self._failed(error) from error
+                raise
+            self.stats.writes += 1
+            self._take_stock()
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
         self._ledger.retain(keys, retention)
 
     def delete(self, keys: Iterable[str]) -> None:
         try:
-            self._unlink(keys)
+            with self._writing:
+                self._unlink(keys)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -102,13 +109,24 @@ class DiskStore:
             os.utime(file)
         finally:
             os.close(file)
-        if chunk.key not in self._ledger:  # another process published it
-            self._unlink(self._ledger.admit(chunk.key, _bytes_on_disk(status), len(chunk.token_ids)) or [])
-            self._take_stock()
+        if chunk.key not in self._ledger:
+            self._adopt(chunk, _bytes_on_disk(status))
         return kv
 
-    @staticmethod
-    def _publish(path: Path, pieces: list[memoryview]) -> int:
+    def _strike(self, key: str) -> None:
+        """Takes out of the books what is not there any more: somebody else has removed it."""
+        with self._writing:
+            if not self._path(key).exists():
+                self._forget(key)
+
+    def _adopt(self, chunk: Chunk, nbytes: int) -> None:
+        """Takes up what another process published, if it is still there."""
+        with self._writing:
+            if self._path(chunk.key).exists():
+                self._unlink(self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids)) or [])
+                self._take_stock()
+
+    def _publish(self, path: Path, pieces: list[memoryview]) -> int:
         """Writes a file under another name and renames it when it is whole; returns its bytes on disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")

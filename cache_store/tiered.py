@@ -130,6 +130,9 @@ class TieredStore:
         Raises StoreError when a tier failed; the others are done all the same.
         """
         wanted = list(keys)
+        with self._lock:
+            for key in wanted:
+                self._retentions.pop(key, None)
         self.flush()
         failed: StoreError | None = None
         for tier in self.tiers:
