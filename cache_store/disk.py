@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -165,23 +166,27 @@ class DiskStore:
     def _scan(self) -> None:
         """Takes stock of the folder: adopts entries, oldest first, and sweeps what a killed process left behind."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        found: list[tuple[float, str, int]] = []
-        for path in self._folder.glob("*/*"):
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            if path.suffix == ".kv":
-                found.append((status.st_mtime, path.stem, _bytes_on_disk(status)))
-            # A clock that was set back makes files from the future, which would never be old.
-            elif abs(time.time() - status.st_mtime) > _ABANDONED_SECONDS:
-                path.unlink(missing_ok=True)
+        for path in self._folder.glob("*/*.tmp"):
+            with suppress(FileNotFoundError):
+                # A clock that was set back makes files from the future, which would never be old.
+                if abs(time.time() - path.stat().st_mtime) > _ABANDONED_SECONDS:
+                    path.unlink()
         token = self._layout.layers * self._layout.block_bytes(1)
-        for _, key, size in sorted(found):
-            evicted = self._ledger.admit(key, size, size / token)
-            self._unlink([key] if evicted is None else evicted)
+        for path, size in stored_files(self._folder):
+            evicted = self._ledger.admit(path.stem, size, size / token)
+            self._unlink([path.stem] if evicted is None else evicted)
             self.stats.evictions += 1 if evicted is None else len(evicted)
         self._take_stock()
+
+
+def stored_files(folder: Path) -> list[tuple[Path, int]]:
+    """The entries' files below `folder`, of whatever model, least recently used first, with their bytes on disk."""
+    found = []
+    for path in folder.glob("*/*.kv"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((status.st_mtime, path, _bytes_on_disk(status)))
+    return [(path, size) for _, path, size in sorted(found)]
 
 
 def _fill(file: int, view: memoryview) -> None:

@@ -48,10 +48,12 @@ class RedisStore:
 
     name = "redis"
 
-    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25) -> None:
+    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25, budget: int = 0) -> None:
+        """`budget`: nothing is written that would make the server hold more bytes; 0: as its own maxmemory says."""
         self.stats = StoreStats()
         self._layout = layout
         self._timeout = timeout
+        self._budget = budget
         self._server = _Server(url, timeout)
         self._idle: list[tuple[Address, Connection]] = []
         self._lock = threading.Lock()
@@ -87,7 +89,8 @@ class RedisStore:
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         values = _cut(entry.encode(chunk, kv))
-        if len(values) > MAX_VALUES:
+        size = entry.entry_bytes(kv.layout, kv.tokens)
+        if len(values) > MAX_VALUES or (self._budget and self.used_bytes() + size > self._budget):
             self.stats.dropped_writes += 1
             return
         try:
@@ -108,6 +111,18 @@ class RedisStore:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._ask(partial(_unlink, [_name(key, index) for index in range(MAX_VALUES)]))
+
+    def entry_keys(self) -> list[str]:
+        """Of all entries, of whatever model: for maintenance, as it looks at every name that the server holds."""
+        return self._ask(_entry_keys)
+
+    def whole(self, key: str) -> bytes:
+        """An entry's bytes unverified, as far as its values are there: for maintenance."""
+        return self._ask(lambda client: b"".join(_values(key, client)))
+
+    def used_bytes(self) -> int:
+        """Memory that the server uses, for whatever it holds."""
+        return self._ask(_used_bytes)
 
     def close(self) -> None:
         with self._lock:
@@ -328,6 +343,26 @@ def _node_address(name: str, credentials: dict[str, Any], client: Any) -> Addres
 
 def _set(name: str, value: bytes, options: dict[str, int], client: Any) -> None:
     client.set(name, value, **options)
+
+
+def _used_bytes(client: Any) -> int:
+    """Of the server, or of all nodes of a cluster."""
+    told = client.info("memory")
+    nodes = [told] if "used_memory" in told else told.values()
+    return sum(int(node["used_memory"]) for node in nodes)
+
+
+def _entry_keys(client: Any) -> list[str]:
+    names = client.scan_iter(match=_name("*", 0).replace("{*}", "[{]*[}]"), count=1000)
+    return sorted({bytes(name).partition(b"{")[2].partition(b"}")[0].decode(errors="replace") for name in names})
+
+
+def _values(key: str, client: Any) -> Iterator[bytes]:
+    for index in range(MAX_VALUES):
+        value = client.get(_name(key, index))
+        if value is None:
+            return
+        yield value
 
 
 def _unlink(names: list[str], client: Any) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,12 +40,12 @@ from service.metrics import Metrics
 from service.models import resolve_embedder, resolve_language_model
 from service.pipeline import Pipeline
 from service.prompt import PromptTemplate
+from service.retention import RetentionRules, parse_rules
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
 
 TENANT = "default"
-CODEC = "raw"
 _LOADER = "load"  # the thread's name
 _PARSERS = 2  # documents parsed at a time: bounds memory, and leaves threads to the queries
 DEFAULT_COLLECTION = "default"
@@ -65,6 +66,7 @@ class Runtime:
         self.store: TieredStore
         self.model: Model | PlainModel
         self.engine: Engine
+        self.space: str  # of chunk keys
         self.pipeline: Pipeline
         self.ingestor: Ingestor
         self._database: Database
@@ -139,7 +141,7 @@ class Runtime:
         if isinstance(self.model, PlainModel):
             log.warning("every answer is a full prefill: %s", self.model.refused)
         prompt = PromptTemplate(self.model.tokenizer, settings.system_prompt)
-        space = key_space(self.model.fingerprint, prompt.prefix, TENANT, CODEC)
+        self.space = key_space(self.model.fingerprint, prompt.prefix, TENANT, settings.kv_codec)
         signature = index_signature(tokenizer_digest(folder), settings.chunk_tokens, embedder.digest)
 
         self._database = Database(settings.catalogue_url)
@@ -156,8 +158,12 @@ class Runtime:
             signature,
         )
         self.retriever.open()
-        self.store = TieredStore(_tiers(settings, self.model))
-        steps = _steps(self.model, self.store, prompt.prefix)
+        self.store = TieredStore(
+            _tiers(settings, self.model),
+            in_flight_bytes=settings.kv_in_flight_bytes,
+            pinned=self.model.device.type == "cuda",
+        )
+        steps = _steps(self.model, self.store, prompt.prefix, settings.kv_codec)
         self.engine = Engine(steps, settings.max_waiting, settings.max_running)
         self.metrics.watch(self.store.tiers, self.engine.stats)
         self.pipeline = Pipeline(
@@ -165,7 +171,7 @@ class Runtime:
             self.retriever,
             self.engine,
             prompt,
-            space,
+            self.space,
             self.model.window,
             self.model.layout.layers if isinstance(self.model, Model) else 0,
             self.model.refused if isinstance(self.model, PlainModel) else None,
@@ -177,11 +183,12 @@ class Runtime:
             self.retriever,
             self.engine,
             self.store,
-            space,
+            self.space,
             _token_bytes(self.model),
             settings.precompute and reuses,
             self.pipeline.wait_for_active,
             self.metrics,
+            RetentionRules(parse_rules(settings.kv_retention)),
         )
 
 
@@ -219,23 +226,31 @@ def _token_bytes(model: Model | PlainModel) -> int:
 
 def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
     """The configured tiers, fastest first. A model whose KV is not reused has none to keep."""
-    tiers: list[KVStore] = [MemoryStore(settings.memory_bytes)]
     if isinstance(model, PlainModel):
-        return tiers
+        return [MemoryStore(0)]
+    policy, layout = settings.kv_eviction, replace(model.layout, codec=settings.kv_codec)
+    on_gpu = model.device.type == "cuda"
+    tiers: list[KVStore] = []
+    if on_gpu and settings.device_bytes:
+        tiers.append(MemoryStore(settings.device_bytes, policy, "device", model.device))
+    tiers.append(MemoryStore(settings.memory_bytes, policy, pinned=on_gpu))
     if settings.disk_bytes:
-        tiers.append(DiskStore(Path(settings.data_dir) / "kv", model.layout, settings.disk_bytes))
+        tiers.append(DiskStore(Path(settings.data_dir) / "kv", layout, settings.disk_bytes, policy))
     if settings.redis_url:
-        tiers.append(RedisStore(settings.redis_url, model.layout, settings.redis_timeout_ms / 1000))
+        timeout = settings.redis_timeout_ms / 1000
+        tiers.append(RedisStore(settings.redis_url, layout, timeout, settings.redis_bytes))
     return tiers
 
 
-def _steps(model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...]) -> Callable[[Request], EventSteps]:
+def _steps(
+    model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...], codec: str
+) -> Callable[[Request], EventSteps]:
     """What the engine runs for a request. Chunk KV is always computed behind the service's own prefix."""
     throughput = Throughput()
     if isinstance(model, PlainModel):
         return partial(_plain_steps, model, throughput)
     prefixes = PrefixCache(model)
-    source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
+    source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix, codec=codec))
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):

@@ -15,7 +15,8 @@ from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from errors import ConfigError
+from errors import ConfigError, InvalidInput
+from service.retention import parse_rules
 
 PREFIX = "PROPHETKV_"
 _ENV_FILE = ".env"
@@ -60,7 +61,21 @@ class Settings(BaseSettings):
     memory_bytes: int = Field(1 * GIB, ge=0, description="budget of the memory tier")
     disk_bytes: int = Field(20 * GIB, ge=0, description="budget of the disk tier; 0 turns it off")
     redis_url: str = Field("", description="Redis tier, such as redis://host:6379/0 or unix:///path; empty: none")
+    redis_bytes: int = Field(0, ge=0, description="nothing is written to a Redis that holds more; 0: its own maxmemory")
     redis_timeout_ms: int = Field(250, ge=10, le=60000, description="longest wait for a byte from Redis")
+    device_bytes: int = Field(0, ge=0, description="budget of the tier in GPU memory; 0 turns it off")
+    kv_codec: Literal["raw", "int8", "fp8", "int4"] = Field("raw", description="how chunk KV is written in every tier")
+    kv_eviction: Literal["lru", "cost"] = Field(
+        "lru",
+        description="who goes first when a tier is full: least recently used, or least used and cheap for its bytes",
+    )
+    kv_retention: str = Field("", max_length=8000, description="by collection, pin or seconds: handbook=pin,news=86400")
+    kv_in_flight_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="bound on chunk KV that is being read from slower tiers at a time",
+    )
     precompute: bool = Field(True, description="compute chunk KV ahead, after a document was indexed")
     database_url: str = Field("", description="catalogue; empty: SQLite in the data folder")
 
@@ -75,6 +90,15 @@ class Settings(BaseSettings):
     def _redis_scheme(cls, value: str) -> str:
         if value and not value.startswith(_REDIS_SCHEMES):
             raise ValueError(f"must start with {', '.join(_REDIS_SCHEMES)}")
+        return value
+
+    @field_validator("kv_retention")
+    @classmethod
+    def _retention_rules(cls, value: str) -> str:
+        try:
+            parse_rules(value)
+        except InvalidInput as error:
+            raise ValueError(str(error)) from None
         return value
 
     @property
