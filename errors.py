@@ -18,6 +18,7 @@ ProphetKVError
 ├── Cancelled                  the client left, or the server stops
 ├── StoreError                 a KV tier failed; the tiered store turns it into a miss and a metric
 │   ├── StoreUnavailable
+│   │   └── StoreMoved         the entry is with another node of the cluster
 │   └── CorruptEntry
 ├── NumericalFault             NaN or infinity where numbers should be: the request falls back, or fails
 ├── ModelError
@@ -109,6 +110,10 @@ class StoreError(ProphetKVError):
 
 class StoreUnavailable(StoreError):
     """The tier's medium does not answer."""
+
+
+class StoreMoved(StoreUnavailable):
+    """The node that was asked does not serve the key (any more)."""
 
 
 class CorruptEntry(StoreError):

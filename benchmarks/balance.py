@@ -143,7 +143,7 @@ class Balance:
         return ChunkSource(store, partial(self._encode, controller=controller))
 
     def _encode(self, chunk: Chunk, controller: Controller | None = None) -> Generator[None, None, ChunkKV]:
-        return encode_observed(self._model, self._prefixes, self._prefix, controller or self._controller, chunk)
+        return encode_observed(self._model, self._prefixes, self._prefix, "raw", controller or self._controller, chunk)
 
 
 def measure(settings: Settings, plan: Plan, command: str) -> dict[str, Any]:

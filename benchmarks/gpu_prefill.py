@@ -75,7 +75,7 @@ class _Store:
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         yield from ()
-        return LoadedChunk(ChunkKV(tuple(self._pool[int(chunk.key, 16)].unbind())), "memory")
+        return LoadedChunk(ChunkKV.pack(self._pool[int(chunk.key, 16)].unbind()), "memory")
 
     compute = load
 

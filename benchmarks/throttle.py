@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from cache_store.base import Chunk, ChunkKV, KVStore, StoreStats
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
 
 
 class TokenBucket:
@@ -40,10 +40,10 @@ class Throttled:
         self._inner = inner
         self._bucket = TokenBucket(rate)
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         """See KVStore.get."""
         start = time.perf_counter()
-        kv = self._inner.get(chunk) if chunk.key in self.held else None
+        kv = self._inner.get(chunk, landing) if chunk.key in self.held else None
         if kv is None:
             self.stats.misses += 1
             return None
@@ -57,11 +57,14 @@ class Throttled:
         """See KVStore.holds."""
         return [chunk.key in self.held for chunk in chunks]
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         """See KVStore.put."""
         if not self.frozen:
-            self._inner.put(chunk, kv)
+            self._inner.put(chunk, kv, retention)
             self.held.add(chunk.key)
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        """See KVStore.retain."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """See KVStore.delete."""

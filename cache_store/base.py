@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cache_store.codec import CODECS, Packed, Shape
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -21,41 +23,70 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape and dtype of one model's KV. Sizes follow from it and the token count, never from stored bytes."""
+    """Shape, dtype and codec of one model's KV. Sizes follow from it and the token count, never from stored bytes."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    codec: str = "raw"
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of one layer's K and V for `tokens` tokens."""
+        """Bytes of one layer's K and V for `tokens` tokens, as the model has them."""
         return 2 * self.kv_heads * tokens * self.head_dim * self.dtype.itemsize
+
+    def block_bytes(self, tokens: int) -> int:
+        """Bytes of one layer's K and V for `tokens` tokens, as the codec writes them."""
+        return CODECS[self.codec].block_bytes(Shape(self.kv_heads, tokens, self.head_dim), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """One chunk's KV: per layer a tensor [2 (K, V), kv_heads, tokens, head_dim]; K carries no position.
+    """One chunk's KV as it is kept: per layer a block, uint8 [layout.block_bytes(tokens)]; K carries no position.
 
-    Never written to after construction: a request copies into its own slots.
+    Never written to after construction: a request copies into its own slots. `resident` is the memory that the blocks
+    keep alive, which is more than they measure when they are views of an entry with its header and padding.
     """
 
-    layers: tuple[Tensor, ...]
+    layout: KVLayout
+    tokens: int
+    blocks: tuple[Tensor, ...]
+    resident: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in self.blocks}
+        object.__setattr__(self, "resident", sum(storages.values()))
+
+    @classmethod
+    def pack(cls, layers: Sequence[Tensor], codec: str = "raw") -> ChunkKV:
+        """Encodes per layer K and V, [2, kv_heads, tokens, head_dim] in the model's dtype."""
+        _, kv_heads, tokens, head_dim = layers[0].shape
+        layout = KVLayout(len(layers), kv_heads, head_dim, layers[0].dtype, codec)
+        return cls(layout, tokens, tuple(CODECS[codec].encode(layer) for layer in layers))
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.layers[0].shape[2]
+    def shape(self) -> Shape:
+        """Of one layer's K."""
+        return Shape(self.layout.kv_heads, self.tokens, self.layout.head_dim)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def layer(self, index: int) -> Tensor:
+        """A layer's K and V, [2, kv_heads, tokens, head_dim]: a view in the model's dtype for raw, else new, fp32."""
+        return CODECS[self.layout.codec].decode(self.blocks[index], self.shape, self.layout.dtype)
+
+    def unpack(self, index: int) -> Packed:
+        """The parts of a layer's block, as views."""
+        return CODECS[self.layout.codec].unpack(self.blocks[index], self.shape, self.layout.dtype)
 
     def read_into(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copies a layer's K and V into `k` and `v`, each [kv_heads, tokens, head_dim], of any dtype and device."""
-        k.copy_(self.layers[layer][0])
-        v.copy_(self.layers[layer][1])
+        keys, values = self.layer(layer)
+        k.copy_(keys)
+        v.copy_(values)
 
 
 @dataclass(slots=True)
@@ -78,6 +109,41 @@ class StoreStats:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long an entry is to be kept: pinned ones are not evicted, `seconds` after its writing it is gone."""
+
+    pinned: bool = False
+    seconds: float | None = None
+
+
+KEEP = Retention()
+
+
+class Landing(Protocol):
+    """Where a read puts what it finds, and who hears how far it is."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Uninitialised host memory, uint8 [nbytes]. May wait until there is room for it."""
+
+    def arrived(self, kv: ChunkKV, layers: int) -> None:
+        """The first `layers` layers of `kv` are there and verified; the others may follow."""
+
+
+class OwnMemory:
+    """The landing of a read that nobody follows."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """See Landing."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def arrived(self, kv: ChunkKV, layers: int) -> None:
+        """See Landing."""
+
+
+OWN_MEMORY: Landing = OwnMemory()
+
+
 class KVStore(Protocol):
     """One tier, or several behind the same interface. Thread-safe.
 
@@ -87,14 +153,17 @@ class KVStore(Protocol):
     name: str
     stats: StoreStats
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
-        """The chunk's verified KV, or None."""
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+        """The chunk's verified KV, or None, also when only some of its layers arrived."""
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Which of the chunks are here, without loading or verifying any."""
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         """Publishes atomically: no reader ever sees a part of it."""
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        """Changes how long entries are kept, those that are here; a time to live counts from now."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Removes the entries; unknown keys are fine."""
@@ -105,7 +174,7 @@ class KVStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk's KV as found:
+    """A chunk's KV as found.
 
     `tier` is where it came from ("computed" when nowhere), `faults` what failed on the way.
     """

@@ -1,8 +1,8 @@
-"""Disk tier: one file an entry, published by rename, least recently used within a byte budget.
+"""Disk tier: one file an entry, published by rename, within a byte budget.
 
 No fsync: after a power loss a torn entry fails its checksum and is recomputed. Recency is the file's mtime, set on
-every hit, so it survives a restart. Files of other models live in the same folder, age and are evicted like all
-others.
+every hit, so it survives a restart. Files of other models live in the same folder, age and are evicted like all others.
+A reader that has opened a file reads it to its end, whoever evicts it meanwhile.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from cache_store import entry
-from cache_store.base import Chunk, ChunkKV, KVLayout, StoreStats
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing, Retention, StoreStats
+from cache_store.ledger import Ledger, Policy
 from errors import CorruptEntry, StoreUnavailable
 
 _ABANDONED_SECONDS = 600.0  # a temporary file this old belongs to a process that died while publishing
+_MAX_PIECES = 512  # buffers in one system call; the system takes 1024
 
 
 class DiskStore:
@@ -27,21 +30,23 @@ class DiskStore:
 
     name = "disk"
 
-    def __init__(self, folder: Path, layout: KVLayout, budget: int) -> None:
+    def __init__(self, folder: Path, layout: KVLayout, budget: int, policy: Policy = "lru") -> None:
         self.stats = StoreStats()
         self._folder = folder
         self._layout = layout
-        self._budget = budget
-        self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # key -> bytes on disk, least recently used first
+        self._ledger = Ledger(budget, policy)
+        self._writing = threading.RLock()  # whoever changes files holds it, so that books and folder agree
         self._scan()
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         start = time.perf_counter()
+        if not self._ledger.touch(chunk.key):
+            self.delete([chunk.key])
         try:
-            kv = self._read(chunk)
+            kv = self._read(chunk, landing)
         except FileNotFoundError:
-            self._forget(chunk.key)
+            if chunk.key in self._ledger:
+                self._strike(chunk.key)
             self.stats.misses += 1
             return None
         except CorruptEntry as error:
@@ -50,8 +55,7 @@ class DiskStore:
             self.stats.misses += 1
             return None
         except OSError as error:
-            self.stats.errors += 1
-            raise StoreUnavailable(f"disk tier: {error}") from error
+            raise self._failed(error) from error
         self.stats.hits += 1
         self.stats.read_bytes += kv.nbytes
         self.stats.read_seconds += time.perf_counter() - start
@@ -60,107 +64,150 @@ class DiskStore:
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         return [self._path(chunk.key).exists() for chunk in chunks]
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
-        path = self._path(chunk.key)
-        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
-        size = entry.entry_bytes(self._layout, kv.tokens)
-        if size > self._budget:
-            self.stats.dropped_writes += 1
-            return
-        self._evict(self._budget - size)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        size = entry.entry_bytes(kv.layout, kv.tokens)
+        pieces = entry.encode(chunk, kv)
+        with self._writing:
+            # A former file goes first: the budget has no room for two.
+            self.delete([chunk.key, *self._ledger.expired()])
+            evicted = self._ledger.admit(chunk.key, size, kv.tokens, retention)
+            if evicted is None:
+                self.stats.dropped_writes += 1
+                return
             try:
-                temporary.write_bytes(entry.encode(chunk, kv, self._layout))
-                size = _bytes_on_disk(temporary.stat())
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
+                self._unlink(evicted)
+                self.stats.evictions += len(evicted)
+                self._ledger.resize(chunk.key, self._publish(self._path(chunk.key), pieces))
+            except BaseException as error:
+                self._forget(chunk.key)
+                if isinstance(error, OSError):
+                    raise self._failed(error) from error
                 raise
-        except OSError as error:
-            self.stats.errors += 1
-            raise StoreUnavailable(f"disk tier: {error}") from error
-        self._forget(chunk.key)
-        with self._lock:
-            self._sizes[chunk.key] = size
-            self.stats.entries += 1
-            self.stats.nbytes += size
             self.stats.writes += 1
+            self._take_stock()
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        self._ledger.retain(keys, retention)
 
     def delete(self, keys: Iterable[str]) -> None:
         try:
-            for key in keys:
-                self._path(key).unlink(missing_ok=True)
-                self._forget(key)
+            with self._writing:
+                self._unlink(keys)
         except OSError as error:
-            self.stats.errors += 1
-            raise StoreUnavailable(f"disk tier: {error}") from error
+            raise self._failed(error) from error
 
     def close(self) -> None:
         pass
 
-    def _read(self, chunk: Chunk) -> ChunkKV:
-        path = self._path(chunk.key)
-        with path.open("rb", buffering=0) as file:
-            expected = entry.entry_bytes(self._layout, len(chunk.token_ids))
-            size = os.fstat(file.fileno()).st_size
-            if size != expected:
-                raise CorruptEntry("length", f"{size} bytes instead of {expected}")
-            data = bytearray(size)
-            view, done = memoryview(data), 0
-            while done < size:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CorruptEntry("length", f"ended after {done} of {size} bytes")
-                done += count
-        kv = entry.decode(data, chunk, self._layout)
-        os.utime(path)
-        with self._lock:
-            if chunk.key in self._sizes:
-                self._sizes.move_to_end(chunk.key)
-            else:  # another process published it
-                self._sizes[chunk.key] = size
-                self.stats.entries += 1
-                self.stats.nbytes += size
+    def _read(self, chunk: Chunk, landing: Landing) -> ChunkKV:
+        expected = entry.entry_bytes(self._layout, len(chunk.token_ids))
+        file = os.open(self._path(chunk.key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(file)
+            if status.st_size != expected:
+                raise CorruptEntry("length", f"{status.st_size} bytes instead of {expected}")
+            kv = entry.read(partial(_fill, file), chunk, self._layout, landing)
+            os.utime(file)
+        finally:
+            os.close(file)
+        if chunk.key not in self._ledger:
+            self._adopt(chunk, _bytes_on_disk(status))
         return kv
+
+    def _strike(self, key: str) -> None:
+        """Takes out of the books what is not there any more: somebody else has removed it."""
+        with self._writing:
+            if not self._path(key).exists():
+                self._forget(key)
+
+    def _adopt(self, chunk: Chunk, nbytes: int) -> None:
+        """Takes up what another process published, if it is still there."""
+        with self._writing:
+            if self._path(chunk.key).exists():
+                self._unlink(self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids)) or [])
+                self._take_stock()
+
+    def _publish(self, path: Path, pieces: list[memoryview]) -> int:
+        """Writes a file under another name and renames it when it is whole; returns its bytes on disk."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+        try:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write(file, pieces)
+                size = _bytes_on_disk(os.fstat(file))
+            finally:
+                os.close(file)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return size
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.kv"
 
-    def _evict(self, target: int) -> None:
-        """Removes the least recently used entries until at most `target` bytes are held."""
-        while self.stats.nbytes > target:
-            with self._lock:
-                key = next(iter(self._sizes))
-            self.delete([key])
-            self.stats.evictions += 1
+    def _unlink(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+            self._forget(key)
 
     def _forget(self, key: str) -> None:
-        with self._lock:
-            size = self._sizes.pop(key, None)
-            if size is not None:
-                self.stats.nbytes -= size
-                self.stats.entries -= 1
+        self._ledger.forget(key)
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        self.stats.entries, self.stats.nbytes = len(self._ledger), self._ledger.nbytes
+
+    def _failed(self, error: OSError) -> StoreUnavailable:
+        self.stats.errors += 1
+        return StoreUnavailable(f"disk tier: {error}")
 
     def _scan(self) -> None:
-        """Takes stock of the folder: adopts entries, sweeps what a killed process left behind."""
+        """Takes stock of the folder: adopts entries, oldest first, and sweeps what a killed process left behind."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        found: list[tuple[float, str, int]] = []
-        for path in self._folder.glob("*/*"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue
-            if path.suffix == ".kv":
-                found.append((stat.st_mtime, path.stem, _bytes_on_disk(stat)))
-            elif time.time() - stat.st_mtime > _ABANDONED_SECONDS:
-                path.unlink(missing_ok=True)
-        for _, key, size in sorted(found):
-            self._sizes[key] = size
-        self.stats.entries = len(found)
-        self.stats.nbytes = sum(size for _, _, size in found)
-        self._evict(self._budget)
+        for path in self._folder.glob("*/*.tmp"):
+            with suppress(FileNotFoundError):
+                # A clock that was set back makes files from the future, which would never be old.
+                if abs(time.time() - path.stat().st_mtime) > _ABANDONED_SECONDS:
+                    path.unlink()
+        token = self._layout.layers * self._layout.block_bytes(1)
+        for path, size in stored_files(self._folder):
+            evicted = self._ledger.admit(path.stem, size, size / token)
+            self._unlink([path.stem] if evicted is None else evicted)
+            self.stats.evictions += 1 if evicted is None else len(evicted)
+        self._take_stock()
 
 
-def _bytes_on_disk(stat: os.stat_result) -> int:
-    return max(stat.st_blocks * 512, stat.st_size)
+def stored_files(folder: Path) -> list[tuple[Path, int]]:
+    """The entries' files below `folder`, of whatever model, least recently used first, with their bytes on disk."""
+    found = []
+    for path in folder.glob("*/*.kv"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((status.st_mtime, path, _bytes_on_disk(status)))
+    return [(path, size) for _, path, size in sorted(found)]
+
+
+def _fill(file: int, view: memoryview) -> None:
+    """Reads until `view` is full. Raises CorruptEntry where the file ends before."""
+    done = 0
+    while done < len(view):
+        count = os.readv(file, [view[done:]])
+        if not count:
+            raise CorruptEntry("length", "the file ends early")
+        done += count
+
+
+def _write(file: int, pieces: list[memoryview]) -> None:
+    rest = list(pieces)
+    while rest:
+        count = os.writev(file, rest[:_MAX_PIECES])
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
+
+
+def _bytes_on_disk(status: os.stat_result) -> int:
+    return max(status.st_blocks * 512, status.st_size)

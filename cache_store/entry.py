@@ -1,34 +1,42 @@
-"""The stored form of a chunk's KV. A stored entry is a claim: `decode` believes nothing it can compute itself.
+"""The stored form of a chunk's KV. A stored entry is a claim: a reader believes nothing it can compute itself.
 
     header, padded to 4 KiB     magic, version, codec, dtype, shape, key, one XXH3-128 per layer block; last its own
-    XXH3-128 layer block 0               K then V, [2, kv_heads, tokens, head_dim], raw little-endian; padded to 4
-    KiB layer block 1 ...
+    layer block 0               as the codec writes it, little-endian; padded to 4 KiB
+    layer block 1 ...
 
 The size of an entry and every field but the checksums follow from the key, the layout and the token count, so a reader
-checks them before it allocates or parses anything. Checksums guard against accidents, not against an adversary who can
-write to the medium.
+checks them before it allocates or parses anything. Each block has a checksum of its own, padding included, so blocks
+are verified one by one as they arrive. Checksums guard against accidents, not against an adversary who can write to the
+medium.
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from cache_store.base import Chunk, ChunkKV, KVLayout
+from cache_store.base import Chunk, ChunkKV, KVLayout, Landing
+from cache_store.codec import CODECS
 from errors import CorruptEntry
 
 MAGIC = b"PROPHKV\0"
 VERSION = 1
-CODECS = {"raw": 0}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ALIGN = 4096
 _FIXED = struct.Struct("<8sHBBIIII32s")
+_FIELDS = ("magic", "version", "codec", "dtype", "layers", "kv_heads", "tokens", "head_dim", "key")
 _DIGEST = 16
+# An entry that says more of itself is not one of ours; these bound what `examine` reads of it.
+_MAX_LAYERS, _MAX_HEADS, _MAX_TOKENS, _MAX_DIM = 4096, 4096, 1 << 20, 4096
+
+# Fills a buffer with an entry's next bytes, from its beginning on.
+Fill = Callable[[memoryview], None]
 
 assert sys.byteorder == "little", "entries are little-endian and read without conversion"
 
@@ -37,20 +45,131 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _header_bytes(layout: KVLayout) -> int:
+def header_bytes(layout: KVLayout) -> int:
+    """Size of the header with its padding: where the first block begins."""
     return _padded(_FIXED.size + _DIGEST * (layout.layers + 1))
+
+
+def stride(layout: KVLayout, tokens: int) -> int:
+    """Bytes from one block's beginning to the next's."""
+    return _padded(layout.block_bytes(tokens))
 
 
 def entry_bytes(layout: KVLayout, tokens: int) -> int:
     """Exact size of the entry of a chunk of `tokens` tokens."""
-    return _header_bytes(layout) + layout.layers * _padded(layout.layer_bytes(tokens))
+    return header_bytes(layout) + layout.layers * stride(layout, tokens)
+
+
+def encode(chunk: Chunk, kv: ChunkKV) -> list[memoryview]:
+    """The stored form of `kv` under `chunk.key`, in pieces that stand one behind the other; blocks are not copied."""
+    assert kv.tokens == len(chunk.token_ids)
+    padding = memoryview(bytes(stride(kv.layout, kv.tokens) - kv.layout.block_bytes(kv.tokens)))
+    digests, pieces = [], []
+    for block in kv.blocks:
+        view = _view(block.cpu())
+        sum_ = xxhash.xxh3_128(view)
+        sum_.update(padding)
+        digests.append(sum_.digest())
+        pieces += [view, padding] if padding else [view]
+    header = bytearray(header_bytes(kv.layout))
+    filled = _fixed(chunk, kv.layout) + b"".join(digests)
+    header[: len(filled)] = filled
+    header[-_DIGEST:] = xxhash.xxh3_128_digest(memoryview(header)[:-_DIGEST])
+    return [memoryview(header), *pieces]
+
+
+def check_header(header: memoryview, chunk: Chunk, layout: KVLayout) -> list[bytes]:
+    """The blocks' checksums. Raises CorruptEntry when anything differs from what `chunk` and `layout` demand."""
+    if len(header) != header_bytes(layout):
+        raise CorruptEntry("length", f"a header of {len(header)} bytes instead of {header_bytes(layout)}")
+    fixed = _fixed(chunk, layout)
+    if header[: _FIXED.size] != fixed:
+        raise CorruptEntry(_difference(header[: _FIXED.size], fixed))
+    return _digests(header, layout.layers)
+
+
+def check_block(block: memoryview, digest: bytes, layer: int) -> None:
+    """Raises CorruptEntry unless a block, with its padding, has this checksum."""
+    if xxhash.xxh3_128_digest(block) != digest:
+        raise CorruptEntry("block checksum", f"layer {layer}")
+
+
+def blocks_of(body: Tensor, layout: KVLayout, tokens: int) -> ChunkKV:
+    """The KV in `body`, uint8: all that stands behind an entry's header. The blocks share its memory."""
+    size, step = layout.block_bytes(tokens), stride(layout, tokens)
+    starts = range(0, layout.layers * step, step)
+    return ChunkKV(layout, tokens, tuple(body[start : start + size] for start in starts))
+
+
+def read(fill: Fill, chunk: Chunk, layout: KVLayout, landing: Landing) -> ChunkKV:
+    """Reads an entry, whose length the caller has checked, layer by layer; `landing` hears of every verified one.
+
+    Raises CorruptEntry, and whatever `fill` raises.
+    """
+    header = memoryview(bytearray(header_bytes(layout)))
+    fill(header)
+    digests = check_header(header, chunk, layout)
+    tokens = len(chunk.token_ids)
+    step = stride(layout, tokens)
+    body = landing.buffer(step * layout.layers)
+    kv, view = blocks_of(body, layout, tokens), _view(body)
+    for layer, digest in enumerate(digests):
+        block = view[layer * step : (layer + 1) * step]
+        fill(block)
+        check_block(block, digest, layer)
+        landing.arrived(kv, layer + 1)
+    return kv
+
+
+def decode(entry: Tensor, chunk: Chunk, layout: KVLayout) -> ChunkKV:
+    """The KV in a whole entry, uint8, without a copy. Raises CorruptEntry as the checks do."""
+    tokens, start, view = len(chunk.token_ids), header_bytes(layout), _view(entry)
+    if len(view) != entry_bytes(layout, tokens):
+        raise CorruptEntry("length", f"{len(view)} bytes instead of {entry_bytes(layout, tokens)}")
+    digests = check_header(view[:start], chunk, layout)
+    for layer, (block, digest) in enumerate(zip(_spans(view, layout, tokens), digests, strict=True)):
+        check_block(block, digest, layer)
+    return blocks_of(entry[start:], layout, tokens)
+
+
+def examine(entry: memoryview) -> str:
+    """The key of a whole entry of any model, which is verified against what its own header says.
+
+    Raises CorruptEntry. For maintenance: a reader that wants a chunk knows what the header must say.
+    """
+    if len(entry) < ALIGN:
+        raise CorruptEntry("length", f"{len(entry)} bytes are no entry")
+    magic, version, codec, dtype, layers, kv_heads, tokens, head_dim, key = _FIXED.unpack(entry[: _FIXED.size])
+    if magic != MAGIC:
+        raise CorruptEntry("magic")
+    if version != VERSION:
+        raise CorruptEntry("version", str(version))
+    codecs = {kind.number: name for name, kind in CODECS.items()}
+    dtypes = {number: kind for kind, number in DTYPES.items()}
+    if codec not in codecs or dtype not in dtypes:
+        raise CorruptEntry("codec" if codec not in codecs else "dtype")
+    for name, value, most in (
+        ("layers", layers, _MAX_LAYERS),
+        ("kv_heads", kv_heads, _MAX_HEADS),
+        ("tokens", tokens, _MAX_TOKENS),
+        ("head_dim", head_dim, _MAX_DIM),
+    ):
+        if not 0 < value <= most:
+            raise CorruptEntry(name, str(value))
+    layout = KVLayout(layers, kv_heads, head_dim, dtypes[dtype], codecs[codec])
+    if len(entry) != entry_bytes(layout, tokens):
+        raise CorruptEntry("length", f"{len(entry)} bytes instead of {entry_bytes(layout, tokens)}")
+    digests = _digests(entry[: header_bytes(layout)], layers)
+    for layer, (block, digest) in enumerate(zip(_spans(entry, layout, tokens), digests, strict=True)):
+        check_block(block, digest, layer)
+    return bytes(key).hex()
 
 
 def _fixed(chunk: Chunk, layout: KVLayout) -> bytes:
     return _FIXED.pack(
         MAGIC,
         VERSION,
-        CODECS["raw"],
+        CODECS[layout.codec].number,
         DTYPES[layout.dtype],
         layout.layers,
         layout.kv_heads,
@@ -60,65 +179,25 @@ def _fixed(chunk: Chunk, layout: KVLayout) -> bytes:
     )
 
 
-def encode(chunk: Chunk, kv: ChunkKV, layout: KVLayout) -> bytearray:
-    """The stored form of `kv` under `chunk.key`."""
-    tokens = len(chunk.token_ids)
-    assert kv.tokens == tokens
-    assert len(kv.layers) == layout.layers
-    entry = bytearray(entry_bytes(layout, tokens))
-    blocks = _blocks(entry, layout, tokens)
-    for source, block in zip(kv.layers, blocks, strict=True):
-        block.copy_(source)
-    header = _fixed(chunk, layout) + b"".join(_block_digests(entry, layout, tokens))
-    entry[: len(header)] = header
-    end = _header_bytes(layout) - _DIGEST
-    entry[end : end + _DIGEST] = xxhash.xxh3_128_digest(memoryview(entry)[:end])
-    return entry
-
-
-def decode(entry: bytearray, chunk: Chunk, layout: KVLayout) -> ChunkKV:
-    """The KV in `entry`, without a copy: the tensors share its memory.
-
-    Raises CorruptEntry when anything differs from what `chunk` and `layout` demand.
-    """
-    tokens = len(chunk.token_ids)
-    if len(entry) != entry_bytes(layout, tokens):
-        raise CorruptEntry("length", f"{len(entry)} bytes instead of {entry_bytes(layout, tokens)}")
-    fixed = _fixed(chunk, layout)
-    if entry[: _FIXED.size] != fixed:
-        raise CorruptEntry(_difference(bytes(entry[: _FIXED.size]), fixed))
-    end = _header_bytes(layout) - _DIGEST
-    if entry[end : end + _DIGEST] != xxhash.xxh3_128_digest(memoryview(entry)[:end]):
+def _digests(header: memoryview, layers: int) -> list[bytes]:
+    """The blocks' checksums in a header whose own checksum is checked here."""
+    if header[-_DIGEST:] != xxhash.xxh3_128_digest(header[:-_DIGEST]):
         raise CorruptEntry("header checksum")
-    for index, digest in enumerate(_block_digests(entry, layout, tokens)):
-        start = _FIXED.size + _DIGEST * index
-        if entry[start : start + _DIGEST] != digest:
-            raise CorruptEntry("block checksum", f"layer {index}")
-    return ChunkKV(tuple(_blocks(entry, layout, tokens)))
+    return [bytes(header[_FIXED.size + _DIGEST * layer :][:_DIGEST]) for layer in range(layers)]
 
 
-def _blocks(entry: bytearray, layout: KVLayout, tokens: int) -> list[Tensor]:
-    """Views of the layer blocks in `entry`."""
-    size, start = layout.layer_bytes(tokens), _header_bytes(layout)
-    shape = (2, layout.kv_heads, tokens, layout.head_dim)
-    return [
-        torch.frombuffer(
-            entry, dtype=layout.dtype, count=size // layout.dtype.itemsize, offset=start + index * _padded(size)
-        ).view(shape)
-        for index in range(layout.layers)
-    ]
+def _view(memory: Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
 
 
-def _block_digests(entry: bytearray, layout: KVLayout, tokens: int) -> Iterator[bytes]:
-    """Checksums of the layer blocks, padding included, so that no byte of an entry is unguarded."""
-    size, start = _padded(layout.layer_bytes(tokens)), _header_bytes(layout)
-    view = memoryview(entry)
-    for index in range(layout.layers):
-        yield xxhash.xxh3_128_digest(view[start + index * size : start + (index + 1) * size])
+def _spans(entry: memoryview, layout: KVLayout, tokens: int) -> Iterator[memoryview]:
+    step = stride(layout, tokens)
+    for start in range(header_bytes(layout), len(entry), step):
+        yield entry[start : start + step]
 
 
-def _difference(found: bytes, expected: bytes) -> str:
+def _difference(found: memoryview, expected: bytes) -> str:
     """Names the first field in which the fixed header parts differ, for the metric."""
-    names = ("magic", "version", "codec", "dtype", "layers", "kv_heads", "tokens", "head_dim", "key")
-    pairs = zip(names, _FIXED.unpack(found), _FIXED.unpack(expected), strict=True)
+    pairs = zip(_FIELDS, _FIXED.unpack(found), _FIXED.unpack(expected), strict=True)
     return next(name for name, a, b in pairs if a != b)

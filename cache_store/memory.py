@@ -1,34 +1,50 @@
-"""Host memory tier: least recently used by bytes."""
+"""Memory tiers: on the host, pinned when a GPU is to copy from it, or on the device itself."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from cache_store.base import Chunk, ChunkKV, StoreStats
+import torch
+
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, Retention, StoreStats
+from cache_store.ledger import Ledger, Policy
+
+_HOST = torch.device("cpu")
 
 
 class MemoryStore:
-    """Holds ChunkKV objects up to `budget` bytes; an entry larger than the budget is not kept."""
+    """Holds ChunkKV objects up to `budget` bytes; an entry larger than the budget is not kept.
 
-    name = "memory"
+    `device`: where the blocks lie. `pinned`: host memory is page-locked, so that a GPU can copy it by itself.
+    """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(
+        self,
+        budget: int,
+        policy: Policy = "lru",
+        name: str = "memory",
+        device: torch.device = _HOST,
+        pinned: bool = False,
+    ) -> None:
+        self.name = name
         self.stats = StoreStats()
-        self._budget = budget
-        self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._device = device
+        self._pinned = pinned
+        self._ledger = Ledger(budget, policy)
+        self._entries: dict[str, ChunkKV] = {}
         self._lock = threading.Lock()
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         start = time.perf_counter()
         with self._lock:
+            if not self._ledger.touch(chunk.key):
+                self._remove(chunk.key)
             kv = self._entries.get(chunk.key)
             if kv is None:
                 self.stats.misses += 1
                 return None
-            self._entries.move_to_end(chunk.key)
             self.stats.hits += 1
             self.stats.read_bytes += kv.nbytes
             self.stats.read_seconds += time.perf_counter() - start
@@ -38,19 +54,25 @@ class MemoryStore:
         with self._lock:
             return [chunk.key in self._entries for chunk in chunks]
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        kv = self._moved(kv)
         with self._lock:
-            self._remove(chunk.key)
-            if kv.nbytes > self._budget:
+            for key in self._ledger.expired():
+                self._remove(key)
+            evicted = self._ledger.admit(chunk.key, kv.resident, kv.tokens, retention)
+            if evicted is None:
+                self._remove(chunk.key)
                 self.stats.dropped_writes += 1
                 return
-            while self.stats.nbytes + kv.nbytes > self._budget:
-                self._remove(next(iter(self._entries)))
-                self.stats.evictions += 1
+            for key in evicted:
+                del self._entries[key]
             self._entries[chunk.key] = kv
-            self.stats.nbytes += kv.nbytes
-            self.stats.entries += 1
+            self.stats.evictions += len(evicted)
             self.stats.writes += 1
+            self._take_stock()
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        self._ledger.retain(keys, retention)
 
     def delete(self, keys: Iterable[str]) -> None:
         with self._lock:
@@ -58,12 +80,19 @@ class MemoryStore:
                 self._remove(key)
 
     def close(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self.stats.entries = self.stats.nbytes = 0
+        self.delete(list(self._entries))
+
+    def _moved(self, kv: ChunkKV) -> ChunkKV:
+        if self._pinned and not kv.blocks[0].is_pinned():
+            return ChunkKV(kv.layout, kv.tokens, tuple(block.pin_memory() for block in kv.blocks))
+        if kv.blocks[0].device != self._device:
+            return ChunkKV(kv.layout, kv.tokens, tuple(block.to(self._device) for block in kv.blocks))
+        return kv
 
     def _remove(self, key: str) -> None:
-        kv = self._entries.pop(key, None)
-        if kv is not None:
-            self.stats.nbytes -= kv.nbytes
-            self.stats.entries -= 1
+        self._entries.pop(key, None)
+        self._ledger.forget(key)
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        self.stats.entries, self.stats.nbytes = len(self._entries), self._ledger.nbytes

@@ -10,7 +10,8 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from cache_store.base import Chunk
-from cache_store.tiered import Lookup, TieredStore
+from cache_store.fetch import Fetch
+from cache_store.tiered import TieredStore
 
 _READERS = 4  # requests that are read for at a time; the chunks of one come in turn
 _TRIAL_SECONDS = 10.0  # between reads of a tier that is not worth it
@@ -22,7 +23,7 @@ class _Load:
     chunk: Chunk
     nbytes: int
     owners: set[str]
-    found: Future[Lookup] = field(default_factory=Future)
+    found: Future[Fetch] = field(default_factory=Future)
 
 
 class Prefetcher:
@@ -77,7 +78,7 @@ class Prefetcher:
                     if not load.owners:
                         self._drop(load)
 
-    def take(self, chunk: Chunk) -> Generator[None, None, Lookup]:
+    def take(self, chunk: Chunk) -> Generator[None, None, Fetch]:
         """`TieredStore.lookup`, read ahead if that has begun. Yields while a read is on its way."""
         with self._lock:
             load = self._loads.get(chunk.key)

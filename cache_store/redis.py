@@ -1,75 +1,77 @@
 """Redis tier: an entry cut into values of at most 4 MiB, for larger ones are slow to move (a measured cliff at 8 MiB).
 
-The server evicts by itself (`maxmemory`, `allkeys-lfu`); a missing slice makes the entry a miss. A tier that fails
-three times in a row is left alone for five seconds, so that a sick Redis costs a query nothing after the first
-moments.
+The server evicts by itself (`maxmemory`, `allkeys-lfu`); a missing value makes the entry a miss. Bulk values travel
+over connections of our own (`resp.py`), to the node that Sentinel or the cluster names; redis-py does everything else,
+and the bulk values too where it must: over TLS, and when a cluster has moved a key.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import redis
 from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from cache_store import entry
-from cache_store.base import Chunk, ChunkKV, KVLayout, StoreStats
-from errors import CorruptEntry, StoreUnavailable
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing, Retention, StoreStats
+from cache_store.resp import Address, Connection, EntryReader
+from errors import CorruptEntry, StoreMoved, StoreUnavailable
 
 VALUE_BYTES = 4 << 20
-MAX_SLICES = 256  # 1 GiB an entry; larger ones are not kept here
-_FAILURES, _PAUSE_SECONDS = 3, 5.0
+MAX_VALUES = 256  # 1 GiB an entry; larger ones are not kept here
+_IDLE_CONNECTIONS = 8
 
 T = TypeVar("T")
 
+# These have no type hints.
+_Node: Any = ClusterNode
+_Sentinel: Any = Sentinel
+_parse: Any = parse_url
+
 
 class RedisStore:
-    """Entries in the Redis at `url`; no operation waits longer than `timeout` seconds for a byte."""
+    """Entries in the Redis at `url`; no operation waits longer than `timeout` seconds for a byte.
+
+    Besides the URLs of redis-py there are `redis+sentinel://[user:password@]host:port[,host:port]/service[/db]` and
+    `redis+cluster://[user:password@]host:port[,host:port]`.
+    """
 
     name = "redis"
 
-    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25) -> None:
+    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25, budget: int = 0) -> None:
+        """`budget`: nothing is written that would make the server hold more bytes; 0: as its own maxmemory says."""
         self.stats = StoreStats()
         self._layout = layout
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=False,
-        )
+        self._timeout = timeout
+        self._budget = budget
+        self._server = _Server(url, timeout)
+        self._idle: list[tuple[Address, Connection]] = []
         self._lock = threading.Lock()
-        self._failures = 0
-        self._paused_until = 0.0
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         start = time.perf_counter()
-        size = entry.entry_bytes(self._layout, len(chunk.token_ids))
-        count = -(-size // VALUE_BYTES)
-        if count > MAX_SLICES:
-            return None
-
-        def fetch() -> list[bytes | None]:
-            pipeline = self._client.pipeline(transaction=False)
-            for index in range(count):
-                pipeline.get(_name(chunk.key, index))
-            return pipeline.execute()
-
-        slices = [part for part in self._guarded(fetch) if part is not None]
-        if len(slices) < count:
-            self.stats.misses += 1
+        lengths = _lengths(entry.entry_bytes(self._layout, len(chunk.token_ids)))
+        if len(lengths) > MAX_VALUES:
             return None
         try:
-            kv = entry.decode(bytearray(b"".join(slices)), chunk, self._layout)
+            with self._counted():
+                kv = self._read(chunk, lengths, landing)
         except CorruptEntry as error:
             self.stats.rejected[error.reason] += 1
+            self._ask(partial(_unlink, [_name(chunk.key, index) for index in range(len(lengths))]))
+            kv = None
+        if kv is None:
             self.stats.misses += 1
-            self.delete([chunk.key])
             return None
         self.stats.hits += 1
         self.stats.read_bytes += kv.nbytes
@@ -77,51 +79,327 @@ class RedisStore:
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
-        def ask() -> list[int]:
-            pipeline = self._client.pipeline(transaction=False)
+        def ask(client: Any) -> list[int]:
+            pipeline = client.pipeline(transaction=False)
             for chunk in chunks:
                 pipeline.exists(_name(chunk.key, 0))
-            return pipeline.execute()
+            return pipeline.execute()  # type: ignore[no-any-return]
 
-        return [bool(found) for found in self._guarded(ask)]
+        return [bool(found) for found in self._ask(ask)]
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
-        data = memoryview(entry.encode(chunk, kv, self._layout))
-        count = -(-len(data) // VALUE_BYTES)
-        if count > MAX_SLICES:
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        values = _cut(entry.encode(chunk, kv))
+        size = entry.entry_bytes(kv.layout, kv.tokens)
+        if len(values) > MAX_VALUES or (self._budget and self.used_bytes() + size > self._budget):
             self.stats.dropped_writes += 1
             return
-        for index in range(count):
-            part = data[index * VALUE_BYTES : (index + 1) * VALUE_BYTES]
-            self._guarded(partial(self._client.set, _name(chunk.key, index), part))
+        try:
+            with self._counted():
+                self._write(chunk.key, values, retention)
+        except BaseException:
+            self._remove_remains(chunk.key)
+            raise
         self.stats.writes += 1
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        """See KVStore. The server evicts as it likes: nothing can be pinned here."""
+        for key in keys:
+            for index in range(MAX_VALUES):
+                if not self._ask(partial(_retain, _name(key, index), retention)):
+                    break
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            names = [_name(key, index) for index in range(MAX_SLICES)]
-            self._guarded(partial(self._client.unlink, *names))
+            self._ask(partial(_unlink, [_name(key, index) for index in range(MAX_VALUES)]))
+
+    def entry_keys(self) -> list[str]:
+        """Of all entries, of whatever model: for maintenance, as it looks at every name that the server holds."""
+        return self._ask(_entry_keys)
+
+    def whole(self, key: str) -> bytes:
+        """An entry's bytes unverified, as far as its values are there: for maintenance."""
+        return self._ask(lambda client: b"".join(_values(key, client)))
+
+    def used_bytes(self) -> int:
+        """Memory that the server uses, for whatever it holds."""
+        return self._ask(_used_bytes)
 
     def close(self) -> None:
-        self._client.close()
-
-    def _guarded(self, call: Callable[[], T]) -> T:
-        """Runs `call`, maps its errors, and pauses the tier after repeated ones."""
         with self._lock:
-            if time.monotonic() < self._paused_until:
-                raise StoreUnavailable("redis tier: paused after repeated failures")
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+        self._server.close()
+
+    def _read(self, chunk: Chunk, lengths: list[int], landing: Landing) -> ChunkKV | None:
+        names = [_name(chunk.key, index) for index in range(len(lengths))]
+        address = self._server.address(names[0])
+        if address is not None:
+            try:
+                with self._connection(address) as connection:
+                    connection.send([[b"GET", name.encode()] for name in names])
+                    reader = EntryReader(connection, lengths)
+                    return entry.read(reader.fill, chunk, self._layout, landing) if reader.begin() else None
+            except StoreMoved:
+                pass  # redis-py follows, and learns the cluster's new shape
+
+        def fetch(client: Any) -> list[bytes | None]:
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.get(name)
+            return pipeline.execute()  # type: ignore[no-any-return]
+
+        values = self._server.ask(fetch)
+        if values[0] is None:
+            return None
+        for value, length in zip(values, lengths, strict=True):
+            if value is None or len(value) != length:
+                raise CorruptEntry("incomplete" if value is None else "length")
+        return entry.read(_Bytes(values).fill, chunk, self._layout, landing)
+
+    def _write(self, key: str, values: list[list[memoryview]], retention: Retention) -> None:
+        """The value with the header goes last: where it is, there is the whole entry."""
+        ttl = [] if retention.seconds is None else [b"PX", b"%d" % _milliseconds(retention.seconds)]
+        order = list(enumerate(values))[::-1]
+        address = self._server.address(_name(key, 0))
+        if address is not None:
+            try:
+                with self._connection(address) as connection:
+                    connection.send([[b"SET", _name(key, index).encode(), value, *ttl] for index, value in order])
+                    for _ in order:
+                        connection.read_ok()
+                    return
+            except StoreMoved:
+                pass
+        for index, value in order:
+            options = {} if retention.seconds is None else {"px": _milliseconds(retention.seconds)}
+            self._server.ask(partial(_set, _name(key, index), b"".join(value), options))
+
+    @contextmanager
+    def _connection(self, address: Address) -> Iterator[Connection]:
+        """A connection to `address`, kept for later unless the block raises."""
+        connection = self._kept(address)
+        if connection is None:
+            try:
+                connection = Connection(address, self._timeout)
+            except StoreUnavailable:
+                self._server.forget()
+                raise
         try:
-            result = call()
-        except redis.RedisError as error:
+            yield connection
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, StoreUnavailable):
+                self._server.forget()
+            raise
+        with self._lock:
+            self._idle.append((address, connection))
+            surplus = self._idle[:-_IDLE_CONNECTIONS]
+            del self._idle[:-_IDLE_CONNECTIONS]
+        for _, old in surplus:
+            old.close()
+
+    def _kept(self, address: Address) -> Connection | None:
+        """A connection to `address` from the kept ones that is still good, if there is any."""
+        while True:
             with self._lock:
-                self.stats.errors += 1
-                self._failures += 1
-                if self._failures >= _FAILURES:
-                    self._paused_until = time.monotonic() + _PAUSE_SECONDS
+                item = next((item for item in reversed(self._idle) if item[0] == address), None)
+                if item is None:
+                    return None
+                self._idle.remove(item)
+            if item[1].quiet():
+                return item[1]
+            item[1].close()
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        with self._counted():
+            return self._server.ask(call)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailable:
+            self.stats.errors += 1
+            raise
+
+    def _remove_remains(self, key: str) -> None:
+        """After a write that failed half-way, which may leave values without their header."""
+        with suppress(StoreUnavailable):  # when it does not answer, that is said already
+            self.delete([key])
+
+
+class _Server:
+    """redis-py's client for one Redis, one behind Sentinel, or a cluster; and where bulk values go."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url = url
+        self._scheme, _, self._rest = url.partition("://")
+        # Nothing is asked twice: whoever asks has another tier to turn to.
+        self._options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._master: Address | None = None
+
+    def ask(self, call: Callable[[Any], T]) -> T:
+        """`call` of the client, with redis-py's errors as StoreUnavailable."""
+        try:
+            return call(self._connected())
+        except redis.RedisError as error:
             raise StoreUnavailable(f"redis tier: {type(error).__name__}: {error}") from error
-        self._failures = 0
-        return result
+
+    def address(self, name: str) -> Address | None:
+        """Where the value `name` is; None when only redis-py can reach it."""
+        if self._scheme == "redis+cluster":
+            return self.ask(partial(_node_address, name, self._credentials()))
+        if self._master is None:
+            self._master = self.ask(self._find_master)
+        return self._master
+
+    def forget(self) -> None:
+        """After a failure: asks anew who the master is."""
+        self._master = None
+
+    def close(self) -> None:
+        """Closes the client's connections."""
+        if self._client is not None:
+            self._client.close()
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _connect(self) -> Any:
+        never = Retry(NoBackoff(), 0)
+        if self._scheme == "redis+cluster":
+            nodes = [_Node(host, port) for host, port in self._nodes()]
+            return RedisCluster(startup_nodes=nodes, retry=never, **self._credentials(), **self._options)
+        if self._scheme == "redis+sentinel":
+            service, _, db = self._path().partition("/")
+            sentinel = _Sentinel(self._nodes(), sentinel_kwargs=self._options)
+            return sentinel.master_for(service, retry=never, db=int(db or 0), **self._credentials(), **self._options)
+        return redis.Redis.from_url(self._url, retry=never, **self._options)
+
+    def _find_master(self, client: redis.Redis) -> Address | None:
+        if self._scheme == "redis+sentinel":
+            pool: Any = client.connection_pool
+            host, port = pool.get_master_address()
+            _, _, db = self._path().partition("/")
+            return Address(host, port, db=int(db or 0), **self._credentials())
+        found = client.connection_pool.connection_kwargs
+        kind = _parse(self._url).get("connection_class")
+        if kind is SSLConnection:
+            return None
+        path = found.get("path") if kind is UnixDomainSocketConnection else None
+        return Address(
+            found.get("host", "localhost"),
+            found.get("port", 6379),
+            path,
+            found.get("username"),
+            found.get("password"),
+            int(found.get("db") or 0),
+        )
+
+    def _nodes(self) -> list[tuple[str, int]]:
+        hosts = self._rest.partition("/")[0].rpartition("@")[2]
+        pairs = [host.rpartition(":") for host in hosts.split(",")]
+        return [(host or port, int(port) if host else 6379) for host, _, port in pairs]
+
+    def _path(self) -> str:
+        return self._rest.partition("/")[2]
+
+    def _credentials(self) -> dict[str, Any]:
+        who, _, _ = self._rest.partition("/")[0].rpartition("@")
+        user, _, password = who.partition(":")
+        return {"username": unquote(user) or None, "password": unquote(password) or None}
+
+
+class _Bytes:
+    """Values that are here already, read as one run of bytes."""
+
+    def __init__(self, values: Sequence[bytes | None]) -> None:
+        self._values = [memoryview(value) for value in values if value is not None]
+
+    def fill(self, view: memoryview) -> None:
+        """See entry.Fill."""
+        done = 0
+        while done < len(view):
+            part = self._values[0][: len(view) - done]
+            view[done : done + len(part)] = part
+            done += len(part)
+            self._values[0] = self._values[0][len(part) :]
+            if not self._values[0]:
+                self._values.pop(0)
+
+
+def _node_address(name: str, credentials: dict[str, Any], client: Any) -> Address:
+    node = client.get_node_from_key(name)
+    if node is None:
+        raise StoreUnavailable("redis tier: no node of the cluster serves the key")
+    return Address(node.host, int(node.port), **credentials)
+
+
+def _set(name: str, value: bytes, options: dict[str, int], client: Any) -> None:
+    client.set(name, value, **options)
+
+
+def _used_bytes(client: Any) -> int:
+    """Of the server, or of all nodes of a cluster."""
+    told = client.info("memory")
+    nodes = [told] if "used_memory" in told else told.values()
+    return sum(int(node["used_memory"]) for node in nodes)
+
+
+def _entry_keys(client: Any) -> list[str]:
+    names = client.scan_iter(match=_name("*", 0).replace("{*}", "[{]*[}]"), count=1000)
+    return sorted({bytes(name).partition(b"{")[2].partition(b"}")[0].decode(errors="replace") for name in names})
+
+
+def _values(key: str, client: Any) -> Iterator[bytes]:
+    for index in range(MAX_VALUES):
+        value = client.get(_name(key, index))
+        if value is None:
+            return
+        yield value
+
+
+def _unlink(names: list[str], client: Any) -> None:
+    client.unlink(*names)
+
+
+def _retain(name: str, retention: Retention, client: Any) -> bool:
+    """False when there is no such value."""
+    if retention.seconds is not None:
+        return bool(client.pexpire(name, _milliseconds(retention.seconds)))
+    return bool(client.persist(name) or client.exists(name))
+
+
+def _lengths(size: int) -> list[int]:
+    """Of the values of an entry of `size` bytes."""
+    return [min(VALUE_BYTES, size - start) for start in range(0, size, VALUE_BYTES)]
+
+
+def _cut(pieces: Iterable[memoryview]) -> list[list[memoryview]]:
+    """The pieces of each value. Nothing is copied."""
+    values: list[list[memoryview]] = [[]]
+    room = VALUE_BYTES
+    for piece in pieces:
+        while len(piece):
+            if not room:
+                values.append([])
+                room = VALUE_BYTES
+            part, piece = piece[:room], piece[room:]
+            values[-1].append(part)
+            room -= len(part)
+    return values
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
 
 
 def _name(key: str, index: int) -> str:
-    # The hash tag keeps the slices of an entry in one cluster slot.
+    # The hash tag keeps the values of an entry in one cluster slot.
     return f"prophetkv:{{{key}}}:{index}"

@@ -9,6 +9,9 @@ from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from cache_store.prefetch import Prefetcher
 from cache_store.tiered import TieredStore
 
+_ALL_LAYERS = 1 << 30
+_PATIENCE_SECONDS = 0.005  # how long the device thread waits before it looks for something else to do
+
 Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
 
 
@@ -31,7 +34,9 @@ class ChunkSource:
         if self._prefetcher is not None:
             found = yield from self._prefetcher.take(chunk)
         else:
-            found = self._store.lookup(chunk)
+            found = self._store.fetch(chunk)
+            while not found.wait(_ALL_LAYERS, _PATIENCE_SECONDS):
+                yield
         if found.kv is not None and found.tier is not None:
             return LoadedChunk(found.kv, found.tier, found.faults)
         computed = yield from self.compute(chunk)

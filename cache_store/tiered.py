@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from cache_store.base import Chunk, ChunkKV, KVStore, StoreStats
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
+from cache_store.breaker import Breaker
+from cache_store.fetch import Fetch, Room
 from errors import StoreError
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Result of a read through the tiers: which tier answered (None: none), and which failed on the way."""
-
-    kv: ChunkKV | None
-    tier: str | None
-    faults: tuple[str, ...]
+_READERS = 8  # chunks that are read at a time
 
 
 class TieredStore:
     """A KVStore over KVStores, fastest first.
 
-    `put` reaches the first tier at once and the others from a writer thread, whose backlog is bounded by
-    `backlog_bytes`, one entry excepted: beyond it a write is dropped and counted, for a query must never wait for a
-    slow medium.
+    Reads go through the tiers in order, in reader threads, at most `in_flight_bytes` of entries at a time. `put`
+    reaches the first tier at once and the others from a writer thread, whose backlog is bounded by `backlog_bytes`, one
+    entry excepted: beyond it a write is dropped and counted, for a query must never wait for a slow medium. A tier that
+    fails repeatedly is left alone for a growing time, its reading apart from its writing: a full one still serves.
     """
 
     name = "tiered"
 
-    def __init__(self, tiers: Sequence[KVStore], backlog_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[KVStore],
+        backlog_bytes: int = 256 << 20,
+        in_flight_bytes: int = 256 << 20,
+        pinned: bool = False,
+    ) -> None:
+        """`pinned`: entries are read into page-locked memory, for a GPU to copy."""
         self.stats = StoreStats()
         self.tiers = tuple(tiers)
+        self.room = Room(in_flight_bytes)
+        self._pinned = pinned
+        self._reading = [Breaker(f"{tier.name} tier") for tier in tiers]
+        self._writing = [Breaker(f"writes to the {tier.name} tier") for tier in tiers]
+        self._retentions: dict[str, Retention] = {}
+        self._fetches: weakref.WeakValueDictionary[str, Fetch] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READERS, "kv-reader")
         self._backlog_bytes = backlog_bytes
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
         self._pending_bytes = 0
@@ -46,22 +58,26 @@ class TieredStore:
         self._writer = threading.Thread(target=self._write_behind, name="kv-writer", daemon=True)
         self._writer.start()
 
-    def lookup(self, chunk: Chunk) -> Lookup:
-        """Asks the tiers in order and promotes a hit into the faster ones."""
-        faults = []
-        for index, tier in enumerate(self.tiers):
-            try:
-                kv = tier.get(chunk)
-            except StoreError as error:
-                log.warning("kv tier %s failed: %s", tier.name, error)
-                faults.append(str(error))
-                continue
-            if kv is not None:
-                self.stats.hits += 1
-                self._store(self.tiers[:index], chunk, kv)
-                return Lookup(kv, tier.name, tuple(faults))
-        self.stats.misses += 1
-        return Lookup(None, None, tuple(faults))
+    def fetch(self, chunk: Chunk) -> Fetch:
+        """Starts looking for the chunk, unless somebody is looking already: then that is joined.
+
+        What the first tier holds is there at once. A fetch that everybody has dropped before its turn is not made.
+        """
+        with self._lock:
+            running = self._fetches.get(chunk.key)
+            if running is not None and not running.over:
+                return running
+            fetch = self._fetches[chunk.key] = Fetch(chunk, self.room, self._pinned)
+        if not self._search(fetch, slice(0, 1)):
+            self._readers.submit(self._go_on, weakref.ref(fetch))
+        return fetch
+
+    def lookup(self, chunk: Chunk) -> Fetch:
+        """Asks the tiers in order, here and now, and promotes a hit into the faster ones. The fetch is over."""
+        fetch = Fetch(chunk, self.room, self._pinned)
+        if not self._search(fetch, slice(0, None)):
+            fetch.settle(None, None, fetch.faults)
+        return fetch
 
     def locate(self, chunk: Chunk) -> str | None:
         """The name of the first tier that holds the chunk, without loading it; a tier that fails holds nothing."""
@@ -70,12 +86,13 @@ class TieredStore:
     def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
         """`locate` of each chunk, with one question to each tier."""
         found: list[str | None] = [None] * len(chunks)
-        for tier in self.tiers:
+        for tier, breaker in zip(self.tiers, self._reading, strict=True):
             missing = [index for index, name in enumerate(found) if name is None]
             if not missing:
                 break
             try:
-                held = tier.holds([chunks[index] for index in missing])
+                with breaker.guard():
+                    held = tier.holds([chunks[index] for index in missing])
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
                 continue
@@ -86,11 +103,26 @@ class TieredStore:
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         return [name is not None for name in self.locate_many(chunks)]
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         return self.lookup(chunk).kv
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
-        self._store(self.tiers, chunk, kv)
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        self._store(len(self.tiers), chunk, kv, retention)
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        """As in KVStore, and holds for entries too that are written later. A tier that fails does as it did."""
+        wanted = list(keys)
+        with self._lock:
+            for key in wanted:
+                self._retentions[key] = retention
+                if retention == KEEP:
+                    del self._retentions[key]
+        for tier, breaker in zip(self.tiers, self._writing, strict=True):
+            try:
+                with breaker.guard():
+                    tier.retain(wanted, retention)
+            except StoreError as error:
+                log.warning("kv tier %s failed: %s", tier.name, error)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Removes the entries from every tier, after writes that are still in the backlog.
@@ -98,6 +130,9 @@ class TieredStore:
         Raises StoreError when a tier failed; the others are done all the same.
         """
         wanted = list(keys)
+        with self._lock:
+            for key in wanted:
+                self._retentions.pop(key, None)
         self.flush()
         failed: StoreError | None = None
         for tier in self.tiers:
@@ -114,6 +149,7 @@ class TieredStore:
             self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
     def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
         self.flush()
         with self._changed:
             self._closed = True
@@ -122,22 +158,59 @@ class TieredStore:
         for tier in self.tiers:
             tier.close()
 
-    def _store(self, tiers: Sequence[KVStore], chunk: Chunk, kv: ChunkKV) -> None:
-        for tier in tiers:
-            if tier is self.tiers[0]:
-                self._attempt(tier, chunk, kv)
+    def _go_on(self, wanted: weakref.ref[Fetch]) -> None:
+        """The rest of a search that the first tier could not end."""
+        fetch = wanted()
+        if fetch is None:
+            return
+        try:
+            found = self._search(fetch, slice(1, None))
+        except BaseException:
+            fetch.settle(None, None, (*fetch.faults, "kv reader: unexpected error"))
+            log.exception("kv reader: unexpected error, taken for a miss")
+            return
+        if not found:
+            fetch.settle(None, None, fetch.faults)
+
+    def _search(self, fetch: Fetch, which: slice) -> bool:
+        """Asks some tiers in order; True, and the fetch is over, when one had the chunk."""
+        for index in range(len(self.tiers))[which]:
+            tier = self.tiers[index]
+            try:
+                with self._reading[index].guard():
+                    kv = tier.get(fetch.chunk, fetch)
+            except StoreError as error:
+                log.warning("kv tier %s failed: %s", tier.name, error)
+                fetch.faults += (str(error),)
+                continue
+            if kv is not None:
+                self.stats.hits += 1
+                self._store(index, fetch.chunk, kv, KEEP)
+                fetch.settle(kv, tier.name, fetch.faults)
+                return True
+        self.stats.misses += which.stop is None
+        return False
+
+    def _store(self, count: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
+        """Writes to the first `count` tiers."""
+        retention = self._retentions.get(chunk.key, retention)
+        for index in range(count):
+            if index == 0:
+                self._write(index, chunk, kv, retention)
                 continue
             with self._changed:
                 if self._pending_bytes and self._pending_bytes + kv.nbytes > self._backlog_bytes:
-                    tier.stats.dropped_writes += 1
+                    self.tiers[index].stats.dropped_writes += 1
                     continue
                 self._pending_bytes += kv.nbytes
-                self._jobs.append((kv.nbytes, partial(self._attempt, tier, chunk, kv)))
+                self._jobs.append((kv.nbytes, partial(self._write, index, chunk, kv, retention)))
                 self._changed.notify_all()
 
-    def _attempt(self, tier: KVStore, chunk: Chunk, kv: ChunkKV) -> None:
+    def _write(self, index: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
+        tier = self.tiers[index]
         try:
-            tier.put(chunk, kv)
+            with self._writing[index].guard():
+                tier.put(chunk, kv, retention)
         except StoreError as error:
             tier.stats.dropped_writes += 1
             log.warning("kv tier %s did not take a write: %s", tier.name, error)

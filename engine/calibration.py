@@ -53,7 +53,7 @@ def _measure(model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], token
     source = _Kept()
     for part in parts:
         work, start = Work(), time.perf_counter()
-        source.chunks[part.chunk.key] = run_steps(encode_chunk(model, prefixes, prefix, part.chunk, work))
+        source.chunks[part.chunk.key] = run_steps(encode_chunk(model, prefixes, prefix, part.chunk, work=work))
         yield work, time.perf_counter() - start
     for strategy in (ProphetKV(), Full()):
         request = GenerateRequest("calibration", prefix, parts, drawn[tokens:], strategy, Sampling(max_tokens=1))
@@ -88,7 +88,7 @@ def calibrate_tiers(tiers: Sequence[KVStore], layout: KVLayout, controller: Cont
         try:
             for tokens in _ENTRY_TOKENS:
                 shape = (2, layout.kv_heads, tokens, layout.head_dim)
-                kv = ChunkKV(tuple(torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)))
+                kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)], layout.codec)
                 chunk = Chunk(digest_fields("calibration", str(tokens)), (0,) * tokens)
                 tier.put(chunk, kv)
                 for _ in range(2):  # the second finds code and connection warm

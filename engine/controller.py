@@ -36,10 +36,14 @@ _ROWS_PER_CALL = 16  # a layer's call costs about as much as so many rows, for i
 class Controller:
     """Estimates of one model on one device and of the tiers of one store. The device thread alone changes them."""
 
-    def __init__(self, model: Model, tiers: Sequence[KVStore] = ()) -> None:
-        """`tiers`: whose reads are observed. Others keep a first guess."""
+    def __init__(self, model: Model, tiers: Sequence[KVStore] = (), stored_bytes: int | None = None) -> None:
+        """`tiers`: whose reads are observed. Others keep a first guess.
+
+        `stored_bytes`: a token's KV as the tiers hold it, when that is not as the model has it.
+        """
         self._model = model
         self._token_bytes = model.layout.layers * model.layout.layer_bytes(1)
+        self._stored_bytes = stored_bytes or self._token_bytes
         call = 2 * model.layer_params * _ROWS_PER_CALL * _SECONDS_PER_FLOP
         attention = [_ATTENTION * _SECONDS_PER_FLOP] * 3
         self.compute = LinearCost((call, _SECONDS_PER_FLOP, *attention, _SECONDS_PER_BYTE))
@@ -74,7 +78,7 @@ class Controller:
 
     def loading(self, chunk: Chunk, tier: str) -> float:
         """Seconds to load the chunk from a tier."""
-        return self.reads[tier].predict((1, len(chunk.token_ids) * self._token_bytes))
+        return self.reads[tier].predict((1, len(chunk.token_ids) * self._stored_bytes))
 
     def computing(self, chunk: Chunk, prefix: int) -> float:
         """Seconds to compute the chunk in isolation, behind a prefix of so many tokens."""

@@ -82,9 +82,14 @@ def _shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def encode_chunk(
-    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], chunk: Chunk, work: Work | None = None
+    model: Model,
+    prefixes: PrefixCache,
+    prefix: tuple[int, ...],
+    chunk: Chunk,
+    codec: str = "raw",
+    work: Work | None = None,
 ) -> Generator[None, None, ChunkKV]:
-    """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32.
+    """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32, as `codec` writes them.
 
     Yields between layers, and adds what it did to `work`, except for the prefix. Raises NumericalFault when the model
     overflows on the chunk.
@@ -104,15 +109,15 @@ def encode_chunk(
         layers.append(torch.stack((turn_back(k, layer).to(model.dtype), v)).cpu())
     if not all(bool(torch.isfinite(layer).all()) for layer in layers):
         raise NumericalFault("the model gives NaN or infinite keys or values for a chunk of the context")
-    return ChunkKV(tuple(layers))
+    return ChunkKV.pack(layers, codec)
 
 
 def encode_observed(
-    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], controller: Controller, chunk: Chunk
+    model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], codec: str, controller: Controller, chunk: Chunk
 ) -> Generator[None, None, ChunkKV]:
     """`encode_chunk`, of whose cost the controller learns: the time of its own steps, not of what ran between them."""
     work, seconds = Work(), 0.0
-    steps = encode_chunk(model, prefixes, prefix, chunk, work)
+    steps = encode_chunk(model, prefixes, prefix, chunk, codec, work)
     while True:
         start = time.perf_counter()
         try:

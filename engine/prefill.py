@@ -91,7 +91,7 @@ class Prefill:
                 had = self.source.compute if part.chunk.key in self.compute else self.source.load
                 found = yield from had(part.chunk)
                 loaded.append(found)
-                self.usage.hits[found.tier] += 1
+                self.usage.hits[found.tier] = self.usage.hits.get(found.tier, 0) + 1
                 self.usage.bytes_copied += found.kv.nbytes
                 self.usage.bytes_loaded += found.kv.nbytes if found.tier != "computed" else 0
                 self.usage.faults += [fault for fault in found.faults if fault not in self.usage.faults]
@@ -135,7 +135,7 @@ class Prefill:
             keys, values = self.slots.data[layer]
             frequencies = self.model.frequencies(layer)
             for kv, positions in spans:
-                stored_keys, stored_values = kv.layers[layer].to(device, non_blocking=True)
+                stored_keys, stored_values = kv.layer(layer).to(device, non_blocking=True)
                 place(stored_keys, stored_values, positions, frequencies, keys, values)
             yield
 

@@ -251,6 +251,43 @@ class Catalogue:
         with self._database.read() as session:
             return [(row.tokens_digest, token_ids(row.token_ids)) for row in session.scalars(query)]
 
+    def live_tokens(self, collection: str, document: str | None = None) -> dict[str, tuple[int, ...]]:
+        """Token ids by digest of the chunks that answer in a collection, or of one document. Raises NotFound."""
+        with self._database.read() as session:
+            home = self._collection(session, collection)
+            query = (
+                select(ChunkRow.tokens_digest, ChunkRow.token_ids)
+                .join(RevisionRow, ChunkRow.revision_id == RevisionRow.id)
+                .join(DocumentRow, RevisionRow.document_id == DocumentRow.id)
+                .where(DocumentRow.collection_id == home.id, *self._live())
+            )
+            if document is not None:
+                query = query.where(DocumentRow.id == self._document(session, collection, document).id)
+            return {digest: token_ids(ids) for digest, ids in session.execute(query)}
+
+    def holders(
+        self, document: tuple[str, str] | None = None, revision: int | None = None
+    ) -> list[tuple[str, str, dict[str, Any]]]:
+        """Tokens digest, collection and metadata, once for each document that has a chunk of these tokens.
+
+        Of all chunks, or of those of one `document` (collection and name) or one `revision`.
+        """
+        with self._database.read() as session:
+            query = (
+                select(ChunkRow.tokens_digest, CollectionRow.name, DocumentRow.attributes)
+                .join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
+                .join(DocumentRow, DocumentRow.id == RevisionRow.document_id)
+                .join(CollectionRow, CollectionRow.id == DocumentRow.collection_id)
+            )
+            if document is not None or revision is not None:
+                wanted = select(ChunkRow.tokens_digest).join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
+                if document is not None:
+                    wanted = wanted.where(RevisionRow.document_id == self._document(session, *document).id)
+                else:
+                    wanted = wanted.where(RevisionRow.id == revision)
+                query = query.where(ChunkRow.tokens_digest.in_(wanted))
+            return [(digest, collection, metadata) for digest, collection, metadata in session.execute(query)]
+
     def vectors(self, collection: str, dim: int) -> Iterator[tuple[int, Vectors]]:
         """Chunk id and vectors of every live chunk of the collection."""
         query = (

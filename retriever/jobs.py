@@ -176,6 +176,11 @@ class Jobs:
             session.flush()
             return list(session.scalars(select(KeySpaceRow.space)))
 
+    def key_spaces(self) -> list[str]:
+        """All that ever were in use."""
+        with self._database.read() as session:
+            return list(session.scalars(select(KeySpaceRow.space)))
+
     def purges(self) -> list[str]:
         """Tokens digests whose KV is to be removed. Those that a document holds again meanwhile are left out."""
         with self._database.write() as session:

@@ -218,6 +218,8 @@ async def _upsert(request: Request, runtime: Runtime, collection: str, name: str
             metadata=metadata,
         )
     )
+    if done.result == "updated":
+        await runtime.ingestor.retain(collection, name)
     runtime.ingestor.wake()
     told: dict[str, Any] = {"result": done.result, "document": _document(done.document)}
     if done.job is None:

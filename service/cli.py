@@ -1,4 +1,4 @@
-"""The command `prophetkv`: serve, ingest, ask, models, doctor, plan, config."""
+"""The command `prophetkv`: serve, ingest, ask, models, doctor, plan, config, store."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from errors import ConfigError, ProphetKVError
 from service.client import Client
 from service.names import document_id
 from service.settings import PREFIX, Settings, load_settings
+from service.store_cli import app as store_app
 from service.version import __version__
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Long-context RAG with chunk KV reuse.",
 )
+app.add_typer(store_app, name="store")
 console = Console()
 
 Url = Annotated[str, typer.Option(help="the server's address")]

@@ -125,16 +125,17 @@ def _rotation(model: Model, chunk: Chunk) -> Finding:
 
     The first layer sees nothing of the prefix, so there the two must agree.
     """
-    near = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 4, chunk)).layers[0][0].float()
-    far = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 404, chunk)).layers[0][0].float()
+    near = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 4, chunk)).layer(0)[0].float()
+    far = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 404, chunk)).layer(0)[0].float()
     error = float((near - far).abs().max() / near.abs().max())
     bound = 1e-3 if model.dtype == torch.float32 else 0.05
     return Finding("rotation", error <= bound, f"keys moved by 400 positions differ by {error:.2g}, bound {bound:.2g}")
 
 
 def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
-    again = entry.decode(entry.encode(chunk, kv, model.layout), chunk, model.layout)
-    same = all(torch.equal(a, b) for a, b in zip(kv.layers, again.layers, strict=True))
+    stored = torch.frombuffer(bytearray(b"".join(entry.encode(chunk, kv))), dtype=torch.uint8)
+    again = entry.decode(stored, chunk, kv.layout)
+    same = all(torch.equal(a, b) for a, b in zip(kv.blocks, again.blocks, strict=True))
     return Finding("codec round trip", same, "every byte is the same" if same else "bytes differ")
 
 
@@ -158,7 +159,7 @@ def _tier_rates(model: Model, settings: Settings) -> Iterator[tuple[str, float |
     """GB/s at which each configured tier gives a chunk back, verified."""
     layout = model.layout
     shape = (2, layout.kv_heads, _BENCH_TOKENS, layout.head_dim)
-    kv = ChunkKV(tuple(torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)))
+    kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)])
     chunk = Chunk("d0c" + "0" * 61, (0,) * _BENCH_TOKENS)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=settings.data_dir) as folder:
@@ -181,6 +182,6 @@ def _read_rate(tier: KVStore, chunk: Chunk, target: Tensor) -> float:
     found = tier.get(chunk)
     if found is None:
         raise StoreError(f"{tier.name} did not give back what it took")
-    for layer in range(len(found.layers)):
+    for layer in range(len(found.blocks)):
         found.read_into(layer, target[layer, 0], target[layer, 1])
     return found.nbytes / (time.perf_counter() - start) / 1e9

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from cache_store.base import Chunk
+from cache_store.base import Chunk, Retention
 from cache_store.keys import chunk_key
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, EngineClient
@@ -24,6 +24,7 @@ from retriever.jobs import JobInfo, Jobs, Work
 from retriever.retriever import Retriever
 from service.backlog import Backlog
 from service.metrics import Metrics
+from service.retention import RetentionRules
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Ingestor:
         settled: Callable[[], Awaitable[None]],
         backlog: Backlog,
         metrics: Metrics,
+        retention: RetentionRules,
     ) -> None:
         """`space`: the KV key space in use. `token_bytes`: KV of a token.
 
@@ -71,6 +73,7 @@ class Ingestor:
         self._settled = settled
         self._backlog = backlog
         self._metrics = metrics
+        self._retention = retention
         self._spaces: list[str] = []
         self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
         self.encoding = asyncio.Lock()  # held while KV is written in the background, or removed
@@ -81,6 +84,7 @@ class Ingestor:
         """Takes up what a former process left and starts the workers."""
         await asyncio.to_thread(self._jobs.recover)
         self._spaces = await asyncio.to_thread(self._jobs.register_key_space, self._space)
+        await asyncio.to_thread(self._retain)
         if self._precompute:
             await asyncio.to_thread(self._jobs.encode_again, self._space)
         self._tasks = [
@@ -111,6 +115,10 @@ class Ingestor:
             if ended or asyncio.get_running_loop().time() >= deadline or await give_up():
                 return info
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def retain(self, collection: str, document: str) -> None:
+        """Tells the tiers how long the document's chunks are to be kept, after its metadata changed."""
+        await asyncio.to_thread(self._retain, document=(collection, document))
 
     async def purge_now(self) -> None:
         """Removes the KV of chunks that no document holds from every tier, as far as the tiers answer now."""
@@ -169,6 +177,7 @@ class Ingestor:
     async def _encode(self, work: Work) -> None:
         held = await asyncio.to_thread(self._catalogue.revision_chunks, work.revision)
         chunks = [Chunk(chunk_key(self._space, digest), ids) for digest, ids in held]
+        await asyncio.to_thread(self._retain, revision=work.revision)
         done = 0
         while done < len(chunks):
             async with self.encoding:
@@ -228,6 +237,15 @@ class Ingestor:
                 await self._insist(self._jobs.purged, digests)
             else:
                 await self._pause()
+
+    def _retain(self, document: tuple[str, str] | None = None, revision: int | None = None) -> None:
+        """Tells the tiers how long the chunks of a document, a revision, or of all are to be kept."""
+        holders = self._catalogue.holders(document, revision)
+        by_retention: dict[Retention, list[str]] = {}
+        for digest, retention in self._retention.of_chunks(holders).items():
+            by_retention.setdefault(retention, []).append(chunk_key(self._space, digest))
+        for retention, keys in by_retention.items():
+            self._store.retain(keys, retention)
 
     async def _delete_kv(self, digests: list[str]) -> bool:
         """Removes the chunks' KV of every key space from every tier; False when a tier failed."""

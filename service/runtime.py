@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,13 +45,13 @@ from service.metrics import Metrics
 from service.models import resolve_embedder, resolve_language_model
 from service.pipeline import Pipeline
 from service.prompt import PromptTemplate
+from service.retention import RetentionRules, parse_rules
 from service.settings import Settings
 from service.warmup import WarmUp
 
 log = logging.getLogger(__name__)
 
 TENANT = "default"
-CODEC = "raw"
 _BACKLOG_BYTES = 256 << 20  # chunk KV that queries found missing and that is still to be computed
 _LOADER = "load"  # the thread's name
 _PARSERS = 2  # documents parsed at a time: bounds memory, and leaves threads to the queries
@@ -72,6 +73,7 @@ class Runtime:
         self.store: TieredStore
         self.model: Model | PlainModel
         self.engine: Engine
+        self.space: str  # of chunk keys
         self.pipeline: Pipeline
         self.ingestor: Ingestor
         self._prefetcher: Prefetcher | None
@@ -158,7 +160,7 @@ class Runtime:
         if isinstance(self.model, PlainModel):
             log.warning("every answer is a full prefill: %s", self.model.refused)
         prompt = PromptTemplate(self.model.tokenizer, settings.system_prompt)
-        space = key_space(self.model.fingerprint, prompt.prefix, TENANT, CODEC)
+        self.space = key_space(self.model.fingerprint, prompt.prefix, TENANT, settings.kv_codec)
         signature = index_signature(tokenizer_digest(folder), settings.chunk_tokens, embedder.digest)
 
         self._database = Database(settings.catalogue_url)
@@ -175,9 +177,13 @@ class Runtime:
             signature,
         )
         self.retriever.open()
-        self.store = TieredStore(_tiers(settings, self.model))
-        token_bytes = _token_bytes(self.model)
-        steps, self._prefetcher = _steps(self.model, self.store, prompt.prefix, token_bytes, settings.prefetch_bytes)
+        self.store = TieredStore(
+            _tiers(settings, self.model),
+            in_flight_bytes=settings.kv_in_flight_bytes,
+            pinned=self.model.device.type == "cuda",
+        )
+        token_bytes = _token_bytes(self.model, settings.kv_codec)
+        steps, self._prefetcher = _steps(self.model, self.store, prompt.prefix, settings, token_bytes)
         self.engine = Engine(steps, settings.max_waiting, settings.max_running, self._prefetcher)
         self.metrics.watch(self.store.tiers, self.engine.stats)
         backlog = Backlog(_BACKLOG_BYTES, token_bytes, self.metrics.dropped_encodings)
@@ -186,7 +192,7 @@ class Runtime:
             self.retriever,
             self.engine,
             prompt,
-            space,
+            self.space,
             self.model.window,
             self.model.layout.layers if isinstance(self.model, Model) else 0,
             self.model.refused if isinstance(self.model, PlainModel) else None,
@@ -200,16 +206,17 @@ class Runtime:
             self.retriever,
             self.engine,
             self.store,
-            space,
+            self.space,
             token_bytes,
             settings.precompute and reuses,
             self.pipeline.wait_for_active,
             backlog,
             self.metrics,
+            RetentionRules(parse_rules(settings.kv_retention)),
         )
         if settings.warm_up and reuses:
             uses, quiet = Uses(self._database), self.ingestor.encoding
-            self._warm_up = WarmUp(uses, self.store, space, token_bytes, settings.memory_bytes, quiet)
+            self._warm_up = WarmUp(uses, self.store, self.space, token_bytes, settings.memory_bytes, quiet)
 
 
 def _made(folder: Path) -> Path:
@@ -239,25 +246,33 @@ async def _in_daemon_thread(call: Callable[[], None]) -> None:
     await done
 
 
-def _token_bytes(model: Model | PlainModel) -> int:
-    """Chunk KV of one token."""
-    return model.layout.layers * model.layout.layer_bytes(1) if isinstance(model, Model) else 0
+def _token_bytes(model: Model | PlainModel, codec: str) -> int:
+    """Chunk KV of one token, as the codec writes it; what it writes once a chunk is spread over 256 tokens."""
+    if isinstance(model, PlainModel):
+        return 0
+    return model.layout.layers * replace(model.layout, codec=codec).block_bytes(256) // 256
 
 
 def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
     """The configured tiers, fastest first. A model whose KV is not reused has none to keep."""
-    tiers: list[KVStore] = [MemoryStore(settings.memory_bytes)]
     if isinstance(model, PlainModel):
-        return tiers
+        return [MemoryStore(0)]
+    policy, layout = settings.kv_eviction, replace(model.layout, codec=settings.kv_codec)
+    on_gpu = model.device.type == "cuda"
+    tiers: list[KVStore] = []
+    if on_gpu and settings.device_bytes:
+        tiers.append(MemoryStore(settings.device_bytes, policy, "device", model.device))
+    tiers.append(MemoryStore(settings.memory_bytes, policy, pinned=on_gpu))
     if settings.disk_bytes:
-        tiers.append(DiskStore(Path(settings.data_dir) / "kv", model.layout, settings.disk_bytes))
+        tiers.append(DiskStore(Path(settings.data_dir) / "kv", layout, settings.disk_bytes, policy))
     if settings.redis_url:
-        tiers.append(RedisStore(settings.redis_url, model.layout, settings.redis_timeout_ms / 1000))
+        timeout = settings.redis_timeout_ms / 1000
+        tiers.append(RedisStore(settings.redis_url, layout, timeout, settings.redis_bytes))
     return tiers
 
 
 def _steps(
-    model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...], token_bytes: int, prefetch_bytes: int
+    model: Model | PlainModel, store: TieredStore, prefix: tuple[int, ...], settings: Settings, token_bytes: int
 ) -> tuple[Callable[[Request], EventSteps], Prefetcher | None]:
     """What the engine runs for a request, and what loads ahead for it.
 
@@ -266,11 +281,12 @@ def _steps(
     if isinstance(model, PlainModel):
         return partial(_plain_steps, model), None
     prefixes = PrefixCache(model)
-    controller = Controller(model, store.tiers)
+    controller = Controller(model, store.tiers, token_bytes)
     calibrate(model, prefixes, prefix, controller)
-    calibrate_tiers(store.tiers, model.layout, controller)
-    prefetcher = Prefetcher(store, token_bytes, prefetch_bytes, controller.worth_loading)
-    source = ChunkSource(store, partial(encode_observed, model, prefixes, prefix, controller), prefetcher)
+    calibrate_tiers(store.tiers, replace(model.layout, codec=settings.kv_codec), controller)
+    prefetcher = Prefetcher(store, token_bytes, settings.prefetch_bytes, controller.worth_loading)
+    encode_one = partial(encode_observed, model, prefixes, prefix, settings.kv_codec, controller)
+    source = ChunkSource(store, encode_one, prefetcher)
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
 
 from engine.strategies import SERVED
+from errors import InvalidInput
 from service.names import NAME_PATTERN
+from service.retention import FIELD, parse_retention
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=20_000_000)]
@@ -92,6 +94,11 @@ class DocumentBody(BaseModel):
             size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"metadata must be plain JSON: {error}") from error
+        if FIELD in value:
+            try:
+                parse_retention(value[FIELD])
+            except InvalidInput as error:
+                raise ValueError(str(error)) from error
         if size > _MAX_METADATA_BYTES or _depth(value) > _MAX_METADATA_DEPTH:
             raise ValueError(
                 f"metadata may have {_MAX_METADATA_BYTES} bytes as JSON and {_MAX_METADATA_DEPTH} levels of nesting"

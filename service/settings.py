@@ -15,12 +15,14 @@ from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from errors import ConfigError
+from errors import ConfigError, InvalidInput
+from service.retention import parse_rules
 
 PREFIX = "PROPHETKV_"
 _ENV_FILE = ".env"
 
 GIB = 1 << 30
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://")
 
 SYSTEM_PROMPT = (
     "You answer questions from the numbered sources that the user gives. Answer briefly and only with what the "
@@ -59,12 +61,26 @@ class Settings(BaseSettings):
     memory_bytes: int = Field(1 * GIB, ge=0, description="budget of the memory tier")
     disk_bytes: int = Field(20 * GIB, ge=0, description="budget of the disk tier; 0 turns it off")
     redis_url: str = Field("", description="Redis tier, such as redis://host:6379/0 or unix:///path; empty: none")
+    redis_bytes: int = Field(0, ge=0, description="nothing is written to a Redis that holds more; 0: its own maxmemory")
     redis_timeout_ms: int = Field(250, ge=10, le=60000, description="longest wait for a byte from Redis")
     prefetch_bytes: int = Field(
         256 << 20, ge=0, description="chunk KV that is read ahead of the requests that need it; 0 turns that off"
     )
     warm_up: bool = Field(
         False, description="count which chunks are used, and load the most used into memory at the next start"
+    )
+    device_bytes: int = Field(0, ge=0, description="budget of the tier in GPU memory; 0 turns it off")
+    kv_codec: Literal["raw", "int8", "fp8", "int4"] = Field("raw", description="how chunk KV is written in every tier")
+    kv_eviction: Literal["lru", "cost"] = Field(
+        "lru",
+        description="who goes first when a tier is full: least recently used, or least used and cheap for its bytes",
+    )
+    kv_retention: str = Field("", max_length=8000, description="by collection, pin or seconds: handbook=pin,news=86400")
+    kv_in_flight_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="bound on chunk KV that is being read from slower tiers at a time",
     )
     precompute: bool = Field(True, description="compute chunk KV ahead, after a document was indexed")
     database_url: str = Field("", description="catalogue; empty: SQLite in the data folder")
@@ -78,8 +94,17 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str) -> str:
-        if value and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
+        if value and not value.startswith(_REDIS_SCHEMES):
+            raise ValueError(f"must start with {', '.join(_REDIS_SCHEMES)}")
+        return value
+
+    @field_validator("kv_retention")
+    @classmethod
+    def _retention_rules(cls, value: str) -> str:
+        try:
+            parse_rules(value)
+        except InvalidInput as error:
+            raise ValueError(str(error)) from None
         return value
 
     @property

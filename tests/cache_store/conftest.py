@@ -23,11 +23,13 @@ def chunk_of(number: int, tokens: int = 10) -> Chunk:
 def kv_of(number: int, tokens: int = 10, layout: KVLayout = LAYOUT) -> ChunkKV:
     generator = torch.Generator().manual_seed(number)
     shape = (2, layout.kv_heads, tokens, layout.head_dim)
-    return ChunkKV(tuple(torch.randn(shape, generator=generator).to(layout.dtype) for _ in range(layout.layers)))
+    return ChunkKV.pack(
+        [torch.randn(shape, generator=generator).to(layout.dtype) for _ in range(layout.layers)], layout.codec
+    )
 
 
 def same(found: ChunkKV | None, expected: ChunkKV) -> bool:
-    return found is not None and all(torch.equal(a, b) for a, b in zip(found.layers, expected.layers, strict=True))
+    return found is not None and all(torch.equal(a, b) for a, b in zip(found.blocks, expected.blocks, strict=True))
 
 
 KINDS = ("memory", "disk", "redis", "tiered")

@@ -53,7 +53,7 @@ def test_reads_into_the_callers_buffers(store: KVStore) -> None:
     assert found is not None
     slots = torch.zeros(2, 2, 30, 8, dtype=torch.float64)
     found.read_into(2, slots[0, :, 5:15], slots[1, :, 5:15])
-    assert torch.equal(slots[:, :, 5:15].float(), kv_of(1).layers[2])
+    assert torch.equal(slots[:, :, 5:15].float(), kv_of(1).layer(2))
     assert float(slots[:, :, :5].abs().sum() + slots[:, :, 15:].abs().sum()) == 0
 
 

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from cache_store import entry
-from cache_store.base import Chunk
+from cache_store.base import Chunk, ChunkKV, KVLayout
 from errors import CorruptEntry
 from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
+
+
+def stored(chunk: Chunk, kv: ChunkKV) -> bytearray:
+    return bytearray(b"".join(entry.encode(chunk, kv)))
+
+
+def decoded(data: bytearray, chunk: Chunk, layout: KVLayout) -> ChunkKV:
+    body = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return entry.decode(body, chunk, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -19,16 +28,16 @@ from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
 def test_round_trip_is_bit_exact_and_shares_the_buffer(dtype: torch.dtype, tokens: int) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     kv = kv_of(1, tokens, layout)
-    data = entry.encode(chunk_of(1, tokens), kv, layout)
+    data = stored(chunk_of(1, tokens), kv)
     assert len(data) == entry.entry_bytes(layout, tokens)
-    found = entry.decode(data, chunk_of(1, tokens), layout)
+    found = decoded(data, chunk_of(1, tokens), layout)
     assert same(found, kv)
     data[-entry.ALIGN] ^= 0xFF
     assert not same(found, kv)
 
 
 def test_blocks_are_aligned() -> None:
-    data = entry.encode(chunk_of(1), kv_of(1), LAYOUT)
+    data = stored(chunk_of(1), kv_of(1))
     assert len(data) % entry.ALIGN == 0
     assert len(data) == entry.ALIGN * (1 + LAYOUT.layers)
 
@@ -36,7 +45,7 @@ def test_blocks_are_aligned() -> None:
 def test_random_mutations_are_all_refused() -> None:
     """3,000 seeded ones: flipped bits anywhere, padding too, cut and grown entries, swapped halves, zeroes."""
     chunk = chunk_of(1)
-    data = entry.encode(chunk, kv_of(1), LAYOUT)
+    data = stored(chunk, kv_of(1))
     chance = random.Random(0)
     for _ in range(3000):
         bad = bytearray(data)
@@ -57,17 +66,17 @@ def test_random_mutations_are_all_refused() -> None:
         if bad == data:
             continue
         with pytest.raises(CorruptEntry):
-            entry.decode(bad, chunk, LAYOUT)
+            decoded(bad, chunk, LAYOUT)
 
 
 def test_every_byte_of_the_header_matters() -> None:
-    data = entry.encode(chunk_of(1), kv_of(1), LAYOUT)
+    data = stored(chunk_of(1), kv_of(1))
     for index in range(entry.ALIGN):
         data[index] ^= 1
         with pytest.raises(CorruptEntry):
-            entry.decode(data, chunk_of(1), LAYOUT)
+            decoded(data, chunk_of(1), LAYOUT)
         data[index] ^= 1
-    entry.decode(data, chunk_of(1), LAYOUT)
+    decoded(data, chunk_of(1), LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +88,20 @@ def test_every_byte_of_the_header_matters() -> None:
     ],
 )
 def test_an_entry_of_another_layout_is_refused(change: dict[str, object], reason: str) -> None:
-    data = entry.encode(chunk_of(1), kv_of(1), LAYOUT)
+    data = stored(chunk_of(1), kv_of(1))
     with pytest.raises(CorruptEntry, match=reason):
-        entry.decode(data, chunk_of(1), replace(LAYOUT, **change))  # type: ignore[arg-type]
+        decoded(data, chunk_of(1), replace(LAYOUT, **change))  # type: ignore[arg-type]
 
 
 def test_an_entry_under_another_key_is_refused() -> None:
-    data = entry.encode(chunk_of(1), kv_of(1), LAYOUT)
+    data = stored(chunk_of(1), kv_of(1))
     with pytest.raises(CorruptEntry, match="key"):
-        entry.decode(data, Chunk(chunk_of(2).key, chunk_of(1).token_ids), LAYOUT)
+        decoded(data, Chunk(chunk_of(2).key, chunk_of(1).token_ids), LAYOUT)
 
 
 def test_another_format_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "VERSION", 2)
-    data = entry.encode(chunk_of(1), kv_of(1), LAYOUT)
+    data = stored(chunk_of(1), kv_of(1))
     monkeypatch.undo()
     with pytest.raises(CorruptEntry, match="version"):
-        entry.decode(data, chunk_of(1), LAYOUT)
+        decoded(data, chunk_of(1), LAYOUT)

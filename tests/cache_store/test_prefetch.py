@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, Landing
 from cache_store.memory import MemoryStore
 from cache_store.prefetch import Prefetcher
 from cache_store.source import ChunkSource
@@ -32,21 +32,19 @@ TOKEN = SIZE // 10
 class Gated(MemoryStore):
     """A tier whose reads wait until the test lets them through."""
 
-    name = "gated"
-
     def __init__(self) -> None:
-        super().__init__(1 << 20)
+        super().__init__(1 << 20, name="gated")
         self.begun: list[str] = []
         self.gate = threading.Event()
         self.entered = threading.Event()
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         self.begun.append(chunk.key)
         self.entered.set()
         assert self.gate.wait(20)
         if chunk == chunk_of(7):
             raise RuntimeError("bug")
-        return super().get(chunk)
+        return super().get(chunk, landing)
 
 
 class Rig:
@@ -170,7 +168,7 @@ def test_a_source_knows_what_was_read_ahead(rig: Rig) -> None:
 
 def test_a_tier_that_fails_is_told_to_the_request(rig: Rig) -> None:
     class Sick(MemoryStore):
-        def get(self, chunk: Chunk) -> ChunkKV | None:
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
             raise StoreUnavailable("sick")
 
     store = TieredStore([MemoryStore(0), Sick(0), rig.tier])

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-import torch
 
 from cache_store import entry
-from cache_store.base import Chunk, ChunkKV, KVLayout, StoreStats
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, Retention, StoreStats
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
-from cache_store.redis import VALUE_BYTES, RedisStore
+from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from errors import StoreUnavailable
@@ -146,87 +142,6 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     assert mine.stats.entries == 0
 
 
-# Redis
-
-
-def test_redis_values_are_at_most_4_mib(redis_server: RedisServer) -> None:
-    layout = KVLayout(layers=4, kv_heads=8, head_dim=64, dtype=torch.float32)
-    kv = kv_of(1, 1024, layout)
-    store = RedisStore(redis_server.url, layout)
-    store.put(chunk_of(1, 1024), kv)
-    with redis.Redis.from_url(redis_server.url) as client:
-        names = client.keys("*")
-        sizes = [client.strlen(name) for name in names]
-    assert len(names) == 5
-    assert max(sizes) == VALUE_BYTES
-    assert same(store.get(chunk_of(1, 1024)), kv)
-    store.delete([chunk_of(1, 1024).key])
-    with redis.Redis.from_url(redis_server.url) as client:
-        assert client.keys("*") == []
-    store.close()
-
-
-@pytest.mark.parametrize("damage", ["evict", "truncate", "flip", "swap", "foreign"])
-def test_a_damaged_redis_entry_is_a_miss(redis_server: RedisServer, damage: str) -> None:
-    layout = KVLayout(layers=2, kv_heads=8, head_dim=64, dtype=torch.float32)
-    store = RedisStore(redis_server.url, layout)
-    for number in (1, 2):
-        store.put(chunk_of(number, 1024), kv_of(number, 1024, layout))
-    name, other = (f"prophetkv:{{{chunk_of(number).key}}}:1" for number in (1, 2))
-    with redis.Redis.from_url(redis_server.url) as client:
-        data = bytearray(client.get(name))
-        data[len(data) // 2] ^= 1
-        if damage == "evict":
-            client.delete(name)
-        else:
-            client.set(
-                name,
-                {"truncate": bytes(data[:-1]), "flip": bytes(data), "swap": client.get(other), "foreign": b"hello"}[
-                    damage
-                ],
-            )
-    assert store.get(chunk_of(1, 1024)) is None
-    assert store.stats.rejected.total() == (damage != "evict")
-    assert same(store.get(chunk_of(2, 1024)), kv_of(2, 1024, layout))
-    store.close()
-
-
-def test_a_sick_redis_is_left_alone_after_three_failures(own_redis: RedisServer) -> None:
-    """SIGSTOP: every call waits for the timeout, until the tier pauses and costs nothing."""
-    store = RedisStore(own_redis.url, LAYOUT, timeout=0.1)
-    store.put(chunk_of(1), kv_of(1))
-    own_redis.process.send_signal(signal.SIGSTOP)
-    for _ in range(3):
-        with pytest.raises(StoreUnavailable, match="Timeout"):
-            store.get(chunk_of(1))
-    for _ in range(100):
-        with pytest.raises(StoreUnavailable, match="paused"):
-            store.get(chunk_of(1))
-    assert store.stats.errors == 3
-    own_redis.process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            assert same(store.get(chunk_of(1)), kv_of(1))
-            break
-        except StoreUnavailable:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    store.close()
-
-
-def test_a_full_redis_refuses_writes_and_serves_reads(own_redis: RedisServer) -> None:
-    store = RedisStore(own_redis.url, LAYOUT)
-    store.put(chunk_of(1), kv_of(1))
-    with redis.Redis.from_url(own_redis.url) as client:
-        client.config_set("maxmemory-policy", "noeviction")
-        client.config_set("maxmemory", "1")
-    with pytest.raises(StoreUnavailable, match="OutOfMemory"):
-        store.put(chunk_of(2), kv_of(2))
-    assert same(store.get(chunk_of(1)), kv_of(1))
-    store.close()
-
-
 # Tiers together
 
 
@@ -238,13 +153,16 @@ class Sick:
     def __init__(self) -> None:
         self.stats = StoreStats()
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         raise StoreUnavailable("sick tier: it burns")
 
     def holds(self, chunks: Any) -> list[bool]:
         raise StoreUnavailable("sick tier: it burns")
 
-    def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        raise StoreUnavailable("sick tier: it burns")
+
+    def retain(self, keys: Any, retention: Retention) -> None:
         raise StoreUnavailable("sick tier: it burns")
 
     def delete(self, keys: Any) -> None:
@@ -300,9 +218,9 @@ def test_the_backlog_is_bounded_and_drops_are_counted() -> None:
     class Slow(MemoryStore):
         name = "slow"
 
-        def put(self, chunk: Chunk, kv: ChunkKV) -> None:
+        def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
             gate.wait()
-            super().put(chunk, kv)
+            super().put(chunk, kv, retention)
 
     slow = Slow(1 << 20)
     store = TieredStore([MemoryStore(1 << 20), slow], backlog_bytes=3 * SIZE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_store.base import Chunk, ChunkKV, KVStore
+from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
@@ -117,7 +117,7 @@ def test_predicted_work_is_the_work_that_is_done(llama: Bench) -> None:
     chunk = llama.parts[3].chunk
     controller.computing(chunk, len(llama.prefix) + 3)
     encoding = Work()
-    run(encode_chunk(llama.model, llama.prefixes, (*llama.prefix, 1, 2, 3), chunk, encoding))
+    run(encode_chunk(llama.model, llama.prefixes, (*llama.prefix, 1, 2, 3), chunk, work=encoding))
     assert seen == [encoding]
     for ratio, options in ((0.2, {}), (0.5, {"score_layers": [0, 1], "score_rows": "last"}), (1.0, {}), (0.0, {})):
         seen.clear()
@@ -138,7 +138,7 @@ def test_an_encoding_teaches_the_cost_of_its_own_steps(llama: Bench) -> None:
     controller = Controller(llama.model)
     seen: list[float] = []
     controller.observe = lambda work, seconds: seen.append(seconds)  # type: ignore[method-assign]
-    steps = encode_observed(llama.model, llama.prefixes, llama.prefix, controller, llama.parts[0].chunk)
+    steps = encode_observed(llama.model, llama.prefixes, llama.prefix, "raw", controller, llama.parts[0].chunk)
     kv = run(steps)
     assert kv.tokens == len(llama.parts[0].chunk.token_ids)
     assert len(seen) == 1
@@ -148,14 +148,16 @@ def test_an_encoding_teaches_the_cost_of_its_own_steps(llama: Bench) -> None:
 
 
 class Broken(MemoryStore):
-    name = "broken"
-
-    def get(self, chunk: Chunk) -> None:
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> None:
         raise StoreUnavailable("broken tier: sick")
 
 
 def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(llama: Bench, tmp_path: Path) -> None:
-    tiers: list[KVStore] = [MemoryStore(1 << 30), DiskStore(tmp_path, llama.model.layout, 1 << 30), Broken(1 << 20)]
+    tiers: list[KVStore] = [
+        MemoryStore(1 << 30),
+        DiskStore(tmp_path, llama.model.layout, 1 << 30),
+        Broken(1 << 20, name="broken"),
+    ]
     store = TieredStore(tiers)
     controller = Controller(llama.model, tiers)
     guess, broken = controller.compute.coefficients, controller.reads["broken"].coefficients

@@ -135,7 +135,8 @@ def test_rotation_equals_direct_encoding(family: str, shift: int) -> None:
     plain = plain_module(FAMILIES[family], SDPA.get(family, "sdpa"))
     direct = plain(token_tensor(chunk.token_ids)[None], position_ids=positions[None], use_cache=True).cache
     turn = model.rotation(positions)
-    for layer, kv in enumerate(kept.layers):
+    for layer in range(kept.layout.layers):
+        kv = kept.layer(layer)
         keys, values = direct.layers[layer].keys[0], direct.layers[layer].values[0]
         held = slice(64 - keys.shape[1], 64)  # of a sliding layer transformers keeps no more than the window
         assert error(turn(kv[0], layer)[:, held], keys) < TOLERANCE
@@ -208,10 +209,10 @@ def test_prefill_of_a_foreign_order_reuses_the_same_entries(llama: Bench) -> Non
 
 def test_request_does_not_change_stored_tensors(llama: Bench) -> None:
     llama.logits("naive")
-    before = {key: [layer.clone() for layer in kv.layers] for key, kv in llama.encoded.items()}
+    before = {key: [block.clone() for block in kv.blocks] for key, kv in llama.encoded.items()}
     llama.logits("prophetkv", 0.5)
-    for key, layers in before.items():
-        assert all(torch.equal(a, b) for a, b in zip(layers, llama.encoded[key].layers, strict=True))
+    for key, blocks in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(blocks, llama.encoded[key].blocks, strict=True))
 
 
 def test_attend_refuses_nothing_but_future_keys() -> None:

@@ -351,7 +351,7 @@ def test_poisoned_kv_falls_back_to_a_full_prefill(llama: Bench, poison: float) -
     expected = [event for event in _events(llama, "full") if isinstance(event, Token)]
     llama.logits("naive")
     key = llama.parts[2].chunk.key
-    llama.encoded[key].layers[1][0, 0, 3, 2] = poison
+    llama.encoded[key].layer(1)[0, 0, 3, 2] = poison
     events = _events(llama, "prophetkv")
     first = events[0]
     assert isinstance(first, Prefilled)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import Counter
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, Landing
 from cache_store.disk import DiskStore
 from engine.controller import Controller
 from engine.costs import LinearCost
@@ -27,8 +27,8 @@ CONTEXT = boats(130)  # about 2,000 tokens
 class SlowDisk(DiskStore):
     """A disk that takes long to give what it holds."""
 
-    def get(self, chunk: Chunk) -> ChunkKV | None:
-        kv = super().get(chunk)
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+        kv = super().get(chunk, landing)
         if kv is not None:
             time.sleep(0.2)
             self.stats.read_seconds += 0.2
@@ -137,9 +137,9 @@ def test_loading_begins_before_the_prompt_is_tokenised_and_ends_with_the_request
     refuse = False
 
     class Watched(DiskStore):
-        def get(self, chunk: Chunk) -> ChunkKV | None:
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
             begun.set()
-            return super().get(chunk)
+            return super().get(chunk, landing)
 
     monkeypatch.setattr("service.runtime.DiskStore", Watched)
     server = make_server(memory_bytes=0).start()

@@ -34,7 +34,7 @@ def test_version_and_help() -> None:
     assert prophetkv("--version") == (0, f"{__version__}\n")
     status, text = prophetkv("--help")
     assert status == 0
-    for command in ("serve", "ingest", "ask", "models", "doctor", "plan", "config"):
+    for command in ("serve", "ingest", "ask", "models", "doctor", "plan", "config", "store"):
         assert command in text
 
 

@@ -1,0 +1,50 @@
+"""A circuit breaker: what failed repeatedly is left alone for a while, so that it costs nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from errors import StoreUnavailable
+
+_FAILURES = 3
+_FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 60.0
+
+
+class Breaker:
+    """Opens after three failures in a row, for a second, then for twice as long each time, up to a minute.
+
+    When the time is over one call probes while the others are still refused. Thread-safe.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause = _FIRST_SECONDS
+        self._closed_at = 0.0  # when the present pause ends
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Raises StoreUnavailable while the breaker is open; else notes how the block ends."""
+        with self._lock:
+            if self._failures >= _FAILURES:
+                now = self._clock()
+                if now < self._closed_at:
+                    raise StoreUnavailable(f"{self._what}: paused after repeated failures")
+                self._closed_at = now + self._pause  # this call is the probe
+        try:
+            yield
+        except StoreUnavailable:
+            with self._lock:
+                self._failures += 1
+                if self._failures > _FAILURES:
+                    self._pause = min(2 * self._pause, _LONGEST_SECONDS)
+                if self._failures >= _FAILURES:
+                    self._closed_at = self._clock() + self._pause
+            raise
+        with self._lock:
+            self._failures, self._pause = 0, _FIRST_SECONDS

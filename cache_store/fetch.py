@@ -1,0 +1,85 @@
+"""One chunk on its way up from the tiers, and the bound on the bytes that are on their way."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from cache_store.base import Chunk, ChunkKV
+
+
+class Room:
+    """At most `limit` bytes at a time, one larger piece excepted when nothing else is there. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.taken = 0
+        self.peak = 0
+        self._limit = limit
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> None:
+        """Waits until there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= self._limit)
+            self.taken += nbytes
+            self.peak = max(self.peak, self.taken)
+
+    def give_back(self, nbytes: int) -> None:
+        """Makes room for others."""
+        with self._changed:
+            self.taken -= nbytes
+            self._changed.notify_all()
+
+
+class Fetch:
+    """A chunk that is being looked for: a Landing for the tier that reads, a promise for those who wait.
+
+    `kv` may be read up to the layers that have arrived. `tier` is where it comes from, None when no tier had it, and
+    `faults` what failed on the way; both are final when `over`.
+    """
+
+    def __init__(self, chunk: Chunk, room: Room, pinned: bool) -> None:
+        self.chunk = chunk
+        self.kv: ChunkKV | None = None
+        self.tier: str | None = None
+        self.faults: tuple[str, ...] = ()
+        self.over = False
+        self._room = room
+        self._pinned = pinned
+        self._held = 0
+        self._layers = 0
+        self._changed = threading.Condition()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """See Landing. A second buffer is for another tier's attempt, so the first one's room is free again."""
+        self._release()
+        self._room.take(nbytes)
+        self._held = nbytes
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def arrived(self, kv: ChunkKV, layers: int) -> None:
+        """See Landing."""
+        with self._changed:
+            self.kv, self._layers = kv, layers
+            self._changed.notify_all()
+
+    def settle(self, kv: ChunkKV | None, tier: str | None, faults: tuple[str, ...]) -> None:
+        """Ends the fetch: nothing more will arrive."""
+        self._release()
+        with self._changed:
+            self.kv, self.tier, self.faults = kv, tier, faults
+            self._layers = kv.layout.layers if kv is not None else 0
+            self.over = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, seconds: float) -> bool:
+        """True when the layer can be read or the fetch is over; waits for that up to `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
+
+    def _release(self) -> None:
+        if self._held:
+            self._room.give_back(self._held)
+            self._held = 0

@@ -1,0 +1,245 @@
+"""Ten thousand mutations on disk and in Redis: none is accepted, none leaves anything but a miss and a count."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_store import entry
+from cache_store.base import ChunkKV, KVLayout
+from cache_store.disk import DiskStore
+from cache_store.redis import RedisStore
+from cache_store.resp import Address, Connection, EntryReader
+from errors import CorruptEntry, StoreUnavailable
+from tests.cache_store.conftest import chunk_of, kv_of, same
+from tests.conftest import RedisServer
+
+TINY = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype=torch.float32)
+HEADER = entry.ALIGN
+WORDS = [b"$", b"-1", b"5", b"100", b"\r\n", b"+OK", b"-ERR", b":1", b"*2", b"12345", b"9" * 30, b"\n"]
+
+
+def stored(number: int, layout: KVLayout = TINY, key: int | None = None) -> bytes:
+    return b"".join(entry.encode(chunk_of(number if key is None else key), kv_of(number, layout=layout)))
+
+
+def sealed(data: bytearray) -> bytearray:
+    """With a header checksum that is right, as if its author had meant it."""
+    data[HEADER - 16 : HEADER] = xxhash.xxh3_128_digest(bytes(data[: HEADER - 16]))
+    return data
+
+
+def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+    """Damages of the entry of chunk 1, each by name."""
+    good, other = stored(1), stored(2)
+    chance = random.Random(seed)
+
+    def spot() -> int:
+        return chance.randrange(len(good))
+
+    def flip(data: bytearray) -> bytearray:
+        data[spot()] ^= 1 << chance.randrange(8)
+        return data
+
+    def field(data: bytearray) -> bytearray:
+        """A header that was written so: other version, codec, dtype or shape, small or absurd."""
+        offset, kind = chance.choice([(8, "<H"), (10, "<B"), (11, "<B"), *((at, "<I") for at in (12, 16, 20, 24))])
+        size = struct.calcsize(kind)
+        present = struct.unpack_from(kind, data, offset)[0]
+        values = [0, 1, 2, present + 1, (1 << 8 * size) - 1, chance.randrange(1 << 8 * size)]
+        struct.pack_into(kind, data, offset, chance.choice([value for value in values if value != present]))
+        return sealed(data)
+
+    def zeroes(data: bytearray) -> bytearray:
+        start, stop = sorted((spot(), spot()))
+        data[start : stop + 1] = bytes(stop + 1 - start)
+        return data
+
+    def exchanged(data: bytearray) -> bytearray:
+        """One block of another chunk, whose checksum is right there but not here."""
+        data[HEADER : 2 * HEADER] = other[HEADER : 2 * HEADER]
+        return data
+
+    def rekeyed(data: bytearray) -> bytearray:
+        """Another tenant's or another model's entry for the same tokens: only the key differs."""
+        return bytearray(stored(1, key=chance.randrange(2, 1 << 60)))
+
+    kinds: dict[str, Callable[[bytearray], bytearray]] = {
+        "flip": flip,
+        "field": field,
+        "zeroes": zeroes,
+        "truncated": lambda data: data[: spot()],
+        "longer": lambda data: data + chance.randbytes(chance.randrange(1, 3000)),
+        "turned": lambda data: data[(cut := chance.randrange(1, len(data))) :] + data[:cut],
+        "swapped": lambda data: bytearray(other),
+        "exchanged": exchanged,
+        "rekeyed": rekeyed,
+        "other dtype": lambda data: bytearray(stored(1, replace(TINY, dtype=torch.float16))),
+        "other codec": lambda data: bytearray(stored(1, replace(TINY, codec="int8"))),
+        "empty": lambda data: bytearray(),
+        "noise": lambda data: bytearray(chance.randbytes(len(data))),
+    }
+    for _ in range(count):
+        name = chance.choice(list(kinds))
+        bad = bytes(kinds[name](bytearray(good)))
+        if bad != good:
+            yield name, bad
+
+
+def test_no_mutation_of_a_file_is_accepted(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, TINY, 1 << 20)
+    store.put(chunk_of(1), kv_of(1, layout=TINY))
+    path = next(tmp_path.rglob("*.kv"))
+    tried = 0
+    for name, bad in mutations(1, 5000):
+        path.write_bytes(bad)
+        assert store.get(chunk_of(1)) is None, name
+        assert not path.exists(), name
+        tried += 1
+    assert store.stats.rejected.total() == store.stats.misses == tried > 4500
+    assert list(tmp_path.rglob("*.*")) == []
+    store.put(chunk_of(1), kv_of(1, layout=TINY))
+    assert same(store.get(chunk_of(1)), kv_of(1, layout=TINY))
+
+
+def test_no_mutation_of_a_redis_value_is_accepted(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, TINY)
+    name = f"prophetkv:{{{chunk_of(1).key}}}:0"
+    tried = 0
+    with redis.Redis.from_url(redis_server.url) as client:
+        for kind, bad in mutations(2, 5000):
+            client.set(name, bad)
+            assert store.get(chunk_of(1)) is None, kind
+            tried += 1
+        assert client.dbsize() == 0
+    assert store.stats.rejected.total() == store.stats.misses == tried > 4500
+    assert store.stats.errors == 0
+    store.put(chunk_of(1), kv_of(1, layout=TINY))
+    assert same(store.get(chunk_of(1)), kv_of(1, layout=TINY))
+    store.close()
+
+
+def test_maintenance_accepts_whole_entries_of_any_model() -> None:
+    for layout in (TINY, replace(TINY, codec="int4", head_dim=32), replace(TINY, dtype=torch.bfloat16, layers=5)):
+        assert entry.examine(memoryview(stored(7, layout))) == chunk_of(7).key
+
+
+def test_maintenance_accepts_no_mutation() -> None:
+    for name, bad in mutations(3, 2000):
+        if name in ("swapped", "rekeyed", "other dtype", "other codec", "field"):
+            continue  # whole in themselves, if not what was asked for
+        with pytest.raises(CorruptEntry):
+            entry.examine(memoryview(bad))
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.binary(max_size=3 * HEADER), st.booleans(), st.booleans())
+def test_no_bytes_break_the_parsers(tail: bytes, headed: bool, right: bool) -> None:
+    """Noise behind a right or wrong beginning, header checksum right or wrong: CorruptEntry, and little memory."""
+    data = bytearray(stored(1)[:12] + tail) if headed else bytearray(tail)
+    if right and len(data) >= HEADER:
+        sealed(data)
+    parsers: list[Callable[[], object]] = [
+        lambda: entry.examine(memoryview(data)),
+        lambda: entry.check_header(memoryview(data)[:HEADER], chunk_of(1), TINY),
+        lambda: entry.decode(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0), chunk_of(1), TINY),
+    ]
+    for parse in parsers:
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptEntry):
+                parse()
+            assert tracemalloc.get_traced_memory()[1] <= 2 * len(data) + (1 << 20)
+        finally:
+            tracemalloc.stop()
+
+
+class Puppet:
+    """A server on a unix socket that reads nothing and says what it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = Address(path=str(folder / "puppet.sock"))
+        self.says = [b""]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address.path or "")
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with peer:
+                for piece in self.says:
+                    peer.sendall(piece)
+
+    def read(self, lengths: list[int]) -> ChunkKV | None:
+        connection = Connection(self.address, 0.2)
+        try:
+            reader = EntryReader(connection, lengths)
+            if not reader.begin():
+                return None
+            view = memoryview(bytearray(sum(lengths)))
+            reader.fill(view)
+            return entry.decode(torch.frombuffer(view, dtype=torch.uint8), chunk_of(1), TINY)
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.fixture(scope="module")
+def puppet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Puppet]:
+    made = Puppet(tmp_path_factory.mktemp("puppet"))
+    yield made
+    made.close()
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    noise=st.one_of(
+        st.binary(max_size=64),
+        st.lists(st.sampled_from(WORDS)).map(b"".join),
+    )
+)
+def test_no_reply_breaks_the_client(puppet: Puppet, noise: bytes) -> None:
+    puppet.says = [noise]
+    tracemalloc.start()
+    try:
+        found = puppet.read([100, 5])
+    except (StoreUnavailable, CorruptEntry):
+        found = None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert found is None
+    assert peak < 1 << 20
+
+
+def test_torn_replies_are_read_and_replies_out_of_order_are_refused(puppet: Puppet) -> None:
+    data, other = stored(1), stored(2)
+    cut = [data[:HEADER], data[HEADER:]]
+    reply = b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in cut)
+    puppet.says = [reply[start : start + 777] for start in range(0, len(reply), 777)]
+    assert same(puppet.read([len(part) for part in cut]), kv_of(1, layout=TINY))
+    for wrong in (cut[::-1], [other[:HEADER], cut[1]], [cut[0], other[HEADER:]]):
+        puppet.says = [b"$%d\r\n%b\r\n" % (len(part), part) for part in wrong]
+        with pytest.raises(CorruptEntry):
+            puppet.read([len(part) for part in cut])

@@ -1,0 +1,256 @@
+"""Budgets, eviction, pins and times to live: the books, and the tiers that keep them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cache_store.base import KEEP, KVStore, Retention
+from cache_store.breaker import Breaker
+from cache_store.disk import DiskStore
+from cache_store.entry import entry_bytes
+from cache_store.ledger import Ledger, Policy
+from cache_store.memory import MemoryStore
+from cache_store.tiered import TieredStore
+from errors import CorruptEntry, StoreUnavailable
+from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
+
+PINNED = Retention(pinned=True)
+ENTRY = entry_bytes(LAYOUT, 10)
+SIZE = kv_of(0).resident
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def filled(policy: Policy, *sizes: int, budget: int = 100) -> Ledger:
+    ledger = Ledger(budget, policy)
+    for number, size in enumerate(sizes):
+        assert ledger.admit(str(number), size, cost=size) == []
+    return ledger
+
+
+def test_lru_evicts_in_order_of_use() -> None:
+    ledger = filled("lru", 30, 30, 30)
+    ledger.touch("0")
+    assert ledger.admit("new", 60, 60) == ["1", "2"]
+    assert ledger.nbytes == 90
+
+
+def test_cost_keeps_what_is_used_more_although_it_was_used_earlier() -> None:
+    ledger = filled("cost", 30, 30, 30)
+    for _ in range(3):
+        ledger.touch("0")
+    ledger.touch("2")
+    ledger.touch("1")
+    ledger.touch("1")
+    assert ledger.admit("new", 60, 60) == ["2", "1"]
+
+
+def test_cost_keeps_what_is_dear_to_compute_for_its_bytes() -> None:
+    ledger = Ledger(100, "cost")
+    ledger.admit("raw", 40, cost=10)
+    ledger.admit("packed", 40, cost=40)
+    assert ledger.admit("new", 50, cost=50) == ["raw"]
+
+
+def test_cost_forgets_what_was_popular_long_ago() -> None:
+    ledger = filled("cost", 50)
+    for _ in range(5):
+        ledger.touch("0")
+    evicted: list[str] = []
+    for number in range(1, 12):
+        evicted += ledger.admit(str(number), 50, cost=50) or []
+    assert "0" in evicted
+
+
+def test_pinned_entries_stay_and_bound_the_others() -> None:
+    ledger = filled("lru", 40, 30)
+    ledger.retain(["0", "unknown"], PINNED)
+    assert ledger.admit("2", 50, 50) == ["1"]
+    assert ledger.admit("3", 61, 61) is None
+    assert "0" in ledger
+    ledger.retain(["0"], KEEP)
+    assert ledger.admit("3", 61, 61) == ["2", "0"]
+
+
+def test_pinning_more_than_the_budget_refuses_instead_of_overflowing() -> None:
+    ledger = Ledger(100, "lru")
+    assert ledger.admit("0", 60, 1, PINNED) == []
+    assert ledger.admit("1", 60, 1, PINNED) is None
+    assert ledger.nbytes == 60
+
+
+def test_a_replaced_entry_counts_once() -> None:
+    ledger = filled("lru", 60)
+    assert ledger.admit("0", 80, 80) == []
+    assert (ledger.nbytes, len(ledger)) == (80, 1)
+
+
+def test_a_time_to_live_runs_on_a_clock_that_does_not_jump() -> None:
+    clock = Clock()
+    ledger = Ledger(100, "lru", clock)
+    ledger.admit("0", 10, 1, Retention(seconds=5))
+    ledger.admit("1", 10, 1)
+    clock.now += 4
+    assert ledger.touch("0")
+    assert ledger.expired() == []
+    clock.now += 2
+    assert not ledger.touch("0")
+    assert ledger.expired() == ["0"]
+    ledger.retain(["0"], Retention(seconds=5))
+    assert ledger.touch("0")
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_the_books_are_right_after_any_sequence(policy: Policy) -> None:
+    """Ten thousand random operations against a dictionary."""
+    chance, clock = random.Random(0), Clock()
+    ledger, sizes = Ledger(1000, policy, clock), dict[str, int]()
+    pinned = set[str]()
+    for _ in range(10_000):
+        key = str(chance.randrange(40))
+        act = chance.randrange(6)
+        if act <= 2:
+            size, pin = chance.randrange(1, 200), chance.random() < 0.1
+            evicted = ledger.admit(key, size, chance.random(), Retention(pinned=pin))
+            if evicted is None:
+                assert size > 1000 - sum(sizes[name] for name in pinned - {key})
+                continue
+            assert not pinned & set(evicted)
+            for gone in evicted:
+                del sizes[gone]
+            sizes[key] = size
+            pinned = pinned | {key} if pin else pinned - {key}
+        elif act == 3:
+            ledger.touch(key)
+        elif act == 4:
+            assert ledger.forget(key) == (sizes.pop(key, None) is not None)
+            pinned.discard(key)
+        else:
+            ledger.retain([key], KEEP)
+            pinned.discard(key)
+        assert ledger.nbytes == sum(sizes.values()) <= 1000
+        assert len(ledger) == len(sizes)
+
+
+TIERS: dict[str, Callable[[Path], KVStore]] = {
+    "memory": lambda folder: MemoryStore(5 * SIZE, "cost"),
+    "disk": lambda folder: DiskStore(folder, LAYOUT, 5 * ENTRY, "cost"),
+}
+
+
+def hammer(store: KVStore) -> None:
+    def work(number: int) -> bool:
+        store.put(chunk_of(number % 12), kv_of(number % 12))
+        found = store.get(chunk_of(number % 5))
+        return found is None or same(found, kv_of(number % 5))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(400)))
+    assert store.stats.entries == sum(store.holds([chunk_of(number) for number in range(12)]))
+
+
+def test_the_memory_budget_holds_while_many_write() -> None:
+    store = MemoryStore(5 * SIZE, "cost")
+    hammer(store)
+    held = [kv for number in range(12) if (kv := store.get(chunk_of(number))) is not None]
+    assert store.stats.nbytes == sum(kv.resident for kv in held) <= 5 * SIZE
+
+
+def test_the_disk_budget_holds_at_every_moment_while_many_write(tmp_path: Path) -> None:
+    used: list[int] = []
+
+    class Watched(DiskStore):
+        def _publish(self, path: Path, pieces: list[memoryview]) -> int:
+            written = super()._publish(path, pieces)
+            used.append(sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.*")))
+            return written
+
+    store = Watched(tmp_path, LAYOUT, 5 * ENTRY, "cost")
+    hammer(store)
+    assert max(used) <= 5 * ENTRY
+    assert store.stats.nbytes == sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.*"))
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_tiers_keep_what_is_pinned_and_forget_what_has_expired(tmp_path: Path, kind: str) -> None:
+    store = TIERS[kind](tmp_path)
+    store.put(chunk_of(0), kv_of(0), PINNED)
+    store.put(chunk_of(1), kv_of(1))
+    store.retain([chunk_of(1).key], Retention(seconds=0.05))
+    for number in range(2, 20):
+        store.put(chunk_of(number), kv_of(number))
+    assert same(store.get(chunk_of(0)), kv_of(0))
+    store.put(chunk_of(1), kv_of(1), Retention(seconds=0.05))
+    time.sleep(0.1)
+    assert store.get(chunk_of(1)) is None
+    store.put(chunk_of(2), kv_of(2), Retention(seconds=0.05))
+    time.sleep(0.1)
+    store.put(chunk_of(3), kv_of(3))  # a write takes out what has expired
+    assert store.holds([chunk_of(2)]) == [False]
+
+
+def test_several_tiers_keep_a_retention_for_what_is_written_later(tmp_path: Path) -> None:
+    memory, disk = MemoryStore(3 * SIZE), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store = TieredStore([memory, disk])
+    store.retain([chunk_of(0).key], PINNED)
+    for number in range(10):
+        store.put(chunk_of(number), kv_of(number))
+    assert memory.holds([chunk_of(0)]) == [True]
+    store.delete([chunk_of(0).key])
+    for number in range(10):  # what was deleted and comes again is like any other
+        store.put(chunk_of(number), kv_of(number))
+    assert memory.holds([chunk_of(0)]) == [False]
+    store.close()
+
+
+# The breaker
+
+
+def test_a_breaker_waits_longer_each_time_and_lets_one_probe_through() -> None:
+    clock = Clock()
+    breaker = Breaker("thing", clock)
+
+    def call(fails: bool) -> str:
+        try:
+            with breaker.guard():
+                if fails:
+                    raise StoreUnavailable("no")
+        except StoreUnavailable as error:
+            return str(error)
+        return "fine"
+
+    assert [call(True) for _ in range(5)] == ["no"] * 3 + ["thing: paused after repeated failures"] * 2
+    waits = []
+    for _ in range(8):
+        start = clock.now
+        while call(True) != "no":
+            clock.now += 0.25
+        waits.append(clock.now - start)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    clock.now += 60
+    with breaker.guard():  # while one probes, others are refused
+        assert "paused" in call(False)
+    assert [call(True) for _ in range(4)][-1] == "thing: paused after repeated failures"
+    clock.now += 1
+    assert call(False) == "fine"
+
+
+def test_a_breaker_does_not_count_what_is_not_the_mediums_fault() -> None:
+    breaker = Breaker("thing")
+    for _ in range(10):
+        with pytest.raises(CorruptEntry), breaker.guard():
+            raise CorruptEntry("flip")
+    with breaker.guard():
+        pass
