@@ -142,6 +142,8 @@ class _NoSource:
     def load(self, chunk: object) -> Any:
         raise AssertionError
 
+    prefetch = compute = load
+
 
 def load_model(settings: Settings) -> Model:
     """The configured model, in this process."""

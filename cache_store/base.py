@@ -172,9 +172,24 @@ class KVStore(Protocol):
         """Releases threads, connections and files."""
 
 
+class Arrival(Protocol):
+    """A chunk that is being read; see cache_store.fetch.Fetch."""
+
+    @property
+    def kv(self) -> ChunkKV | None:
+        """To be read up to the layers that have arrived; None when reading has failed."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What failed on the way so far."""
+
+    def wait(self, layer: int, seconds: float) -> bool:
+        """True when the layer can be read or nothing more will arrive; waits for that up to `seconds`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk's KV as found.
+    """A chunk's KV as found, or as it is being read, which `arrival` then tells.
 
     `tier` is where it came from ("computed" when nowhere), `faults` what failed on the way.
     """
@@ -182,6 +197,7 @@ class LoadedChunk:
     kv: ChunkKV
     tier: str
     faults: tuple[str, ...] = ()
+    arrival: Arrival | None = None
 
     def read_into(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See ChunkKV.read_into."""
@@ -191,5 +207,14 @@ class LoadedChunk:
 class KVSource(Protocol):
     """What the engine loads from. Never misses: what no tier holds is computed."""
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """Starts reading. What it returns is to be kept until the chunks were loaded: when it goes, reading ends."""
+
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """Yields between steps of device work, so that the caller may do something else or give up."""
+        """Yields between steps of device work, so that the caller may do something else or give up.
+
+        Returns as soon as the first layer can be read.
+        """
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """The same without asking the tiers, for a chunk that is computed faster than read, or whose tier failed."""

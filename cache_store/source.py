@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from weakref import WeakValueDictionary
 
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from cache_store.tiered import TieredStore
 
-_ALL_LAYERS = 1 << 30
 _PATIENCE_SECONDS = 0.005  # how long the device thread waits before it looks for something else to do
 
 Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
@@ -26,18 +25,23 @@ class ChunkSource:
         self._encode = encode
         self._running: WeakValueDictionary[str, _Computation] = WeakValueDictionary()
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """See KVSource.prefetch."""
+        return [self._store.fetch(chunk) for chunk in chunks]
+
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.load. The result is in the store, or on its way there."""
         found = self._store.fetch(chunk)
-        while not found.wait(_ALL_LAYERS, _PATIENCE_SECONDS):
+        while not found.wait(0, _PATIENCE_SECONDS):
             yield
-        if found.kv is not None and found.tier is not None:
-            return LoadedChunk(found.kv, found.tier, found.faults)
+        kv, tier = found.kv, found.tier
+        if kv is not None and tier is not None:
+            return LoadedChunk(kv, tier, found.faults, None if found.over else found)
         computed = yield from self.compute(chunk)
         return LoadedChunk(computed.kv, computed.tier, found.faults)
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """The same without asking the tiers. The result is in the store, or on its way there."""
+        """See KVSource.compute. The result is in the store, or on its way there."""
         computation = self._running.get(chunk.key)
         if computation is None:
             computation = _Computation(self._encode(chunk))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -163,6 +163,14 @@ class Bench:
             for index, length in enumerate(lengths)
         )
         self.encoded: dict[str, ChunkKV] = {}
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """KVSource.prefetch: nothing is read."""
+        return None
+
+    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """KVSource.compute."""
+        return (yield from self.load(chunk))
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """KVSource.load: everything is computed once and kept."""
