@@ -28,7 +28,7 @@ def ttft(
     strategies: Annotated[str, typer.Option(help="beside full, comma-separated")] = _STRATEGIES,
     tier: Annotated[str, typer.Option(help="where chunk KV is kept: memory, disk or redis")] = "memory",
     pairs: Annotated[int, typer.Option(min=1, help="measured rounds; one more warms up")] = 5,
-    eager: Annotated[bool, typer.Option(help="also the plain model with eager attention, as in the paper")] = False,
+    plain: Annotated[str, typer.Option(help="attentions of the model by itself: sdpa, eager, both, or none")] = "sdpa",
     out: Annotated[Path, typer.Option(help="JSON; a table and plots go beside it")] = Path("docs/results/ttft.json"),
 ) -> None:
     """Time to first token of every strategy against a full prefill: interleaved, paired, warm."""
@@ -40,7 +40,8 @@ def ttft(
         strategies=[name for name in strategies.split(",") if name],
         tier=tier,
         pairs=pairs,
-        eager=eager,
+        plain=tuple(name for name in plain.split(",") if name),
     )
     settings = load_settings(**({"model": model} if model else {}))
-    report(measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])), out)
+    for result in measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])):
+        report(result, out)

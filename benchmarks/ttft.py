@@ -6,8 +6,8 @@ bytes copied; and the speed-up that each of them alone would allow.
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,27 +48,31 @@ _IGNORE_RATIO = ("full", "prefix", "naive")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `tier`: memory, disk or redis; `pairs`: rounds; `eager`: also the plain model in eager mode."""
+    """What to measure. `tier`: memory, disk or redis; `pairs`: rounds; `plain`: attentions of the model by itself."""
 
     lengths: list[int]
     ratios: list[float]
     strategies: list[str]
     tier: str = "memory"
     pairs: int = 5
-    eager: bool = False
+    plain: tuple[str, ...] = ("sdpa",)
 
 
 @dataclass(slots=True)
 class Run:
-    """One request to its first token. Times in milliseconds, counters as in engine.base.Work, bytes copied."""
+    """One request to its first token. Phases in milliseconds, counters as in engine.base.Work, bytes copied.
+
+    `peak_bytes`: by how much the process's resident set rose above where it began.
+    """
 
     seconds: float
     phases: dict[str, float]
     counters: dict[str, int]
+    peak_bytes: int
 
 
-def measure(settings: Settings, plan: Plan, command: str) -> dict[str, Any]:
-    """All lengths; see `report` for what becomes of the result."""
+def measure(settings: Settings, plan: Plan, command: str) -> Iterator[dict[str, Any]]:
+    """The result after every length, whole so far; see `report` for what becomes of it."""
     unknown = [name for name in plan.strategies if name not in STRATEGIES or name in ("full", "oracle")]
     if unknown:
         raise InvalidInput(f"cannot measure {', '.join(unknown)} against full", field="strategies")
@@ -87,42 +91,43 @@ def measure(settings: Settings, plan: Plan, command: str) -> dict[str, Any]:
     with torch.inference_mode():
         for length in plan.lengths:
             told["lengths"].append(measure_length(model, settings, plan, length))
-    return told
+            yield told
 
 
 def measure_length(model: Model, settings: Settings, plan: Plan, length: int) -> dict[str, Any]:
-    """One context length: the chunks are encoded once, then rounds of every method in turning order."""
+    """One context length: the chunks are encoded once, then rounds of every method in turning order.
+
+    A round over the first chunks warms up; allocations grow to their size in the first measured round.
+    """
     prefixes = PrefixCache(model)
     methods = list(_methods(plan))
     runs: dict[str, list[Run]] = {name: [] for name, _ in methods}
-    plain: dict[str, list[float]] = {name: [] for name in (("sdpa", "eager") if plan.eager else ("sdpa",))}
+    plain: dict[str, list[float]] = {name: [] for name in plan.plain}
     with _store(settings, plan.tier, model) as store:
         make = _request(model, length)
-        prefix = make(STRATEGIES["full"]()).prefix
-        source = ChunkSource(store, partial(encode_chunk, model, prefixes, prefix))
-        for part in make(STRATEGIES["full"]()).parts:
+        whole = make(STRATEGIES["full"]())
+        source = ChunkSource(store, partial(encode_chunk, model, prefixes, whole.prefix))
+        for part in whole.parts:
             run_steps(source.load(part.chunk))
         store.flush()
-        before = _resident()
-        growth = 0
-        for number in range(plan.pairs + 1):
+        warm_up = _request(model, min(length, 2 * CHUNK_TOKENS))
+        for _, strategy in methods:
+            first_token(model, source, prefixes, warm_up(strategy))
+        for number in range(plan.pairs):
             turn = number % len(methods)
             for name, strategy in methods[turn:] + methods[:turn]:
-                run = first_token(model, source, prefixes, make(strategy))
-                if number:  # the first round warms up
-                    runs[name].append(run)
-                growth = max(growth, _resident() - before)
+                runs[name].append(first_token(model, source, prefixes, make(strategy)))
             for attention, times in plain.items():
                 start = time.perf_counter()
-                model.plain_logits(_ids(make(STRATEGIES["full"]())), attention)
-                if number:
-                    times.append(time.perf_counter() - start)
-    return _summed_up(model, length, methods, runs, plain, growth)
+                model.plain_logits(_ids(whole), attention)
+                times.append(time.perf_counter() - start)
+    return _summed_up(model, length, methods, runs, plain)
 
 
 def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, request: GenerateRequest) -> Run:
     """Runs the request as the engine does, to its first token."""
     gc.collect()
+    resident = _restart_peak()
     start = time.perf_counter()
     for event in generate(model, source, prefixes, Throughput(), request):
         if isinstance(event, Prefilled):
@@ -140,7 +145,7 @@ def first_token(model: Model, source: ChunkSource, prefixes: PrefixCache, reques
         "bytes_copied": usage.bytes_copied,
         "recomputed_tokens": usage.recomputed_tokens,
     }
-    return Run(seconds, phases, counters)
+    return Run(seconds, phases, counters, _memory("VmHWM") - resident)
 
 
 def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
@@ -191,10 +196,19 @@ def _store(settings: Settings, tier: str, model: Model) -> Iterator[TieredStore]
             store.close()
 
 
-def _resident() -> int:
-    """Bytes of the process's resident set now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def _restart_peak() -> int:
+    """Gives free memory back, begins the peak of the resident set anew, and says where it begins, in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier run left to the allocator would hide what this one needs
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(name: str) -> int:
+    """A size of this process in bytes, by its name in /proc/self/status (which counts in KiB)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise KeyError(name)
 
 
 def _summed_up(
@@ -203,15 +217,14 @@ def _summed_up(
     methods: list[tuple[str, Strategy]],
     runs: dict[str, list[Run]],
     plain: dict[str, list[float]],
-    growth: int,
 ) -> dict[str, Any]:
     full = runs["full"]
     told: dict[str, Any] = {
         "context_tokens": length,
         "kv_bytes": length * model.layout.layers * model.layout.layer_bytes(1),
-        "rss_growth_bytes": growth,
-        "plain": {name: round(median(times), 3) for name, times in plain.items()},
-        "full_against_plain_sdpa": paired_ratio(plain["sdpa"], [run.seconds for run in full]),
+        "plain_against_full": {
+            name: paired_ratio(times, [run.seconds for run in full]) for name, times in plain.items()
+        },
         "methods": {},
     }
     base = full[0].counters
@@ -230,6 +243,7 @@ def _summed_up(
             "bounds": {what: round(value, 2) for what, value in bounds.items()},
             "phases_ms": {phase: round(median(run.phases[phase] for run in runs[name]), 1) for phase in PHASES},
             "counters": counters,
+            "peak_bytes": max(run.peak_bytes for run in runs[name]),
         }
     return told
 
@@ -260,13 +274,13 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {told['cpu']} ({told['capability']}, {told['threads']} threads), {told['date']}, "
         f"torch {told['torch']}, chunk KV in {result['tier']}, {result['suffix_tokens']} tokens behind the context. "
         "Medians of interleaved rounds in one process with 95 % bootstrap intervals. Bounds: the speed-up by rows, by "
-        "attention pairs and by floating point operations.",
+        "attention pairs and by floating point operations. Peak: growth of the resident set. KV and peak in MiB.",
         "",
-        "| context | method | TTFT s | full / method | by rows, pairs, FLOPs | stage I s | stage II s | recomputed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| context (KV) | method | TTFT s | full / method | by rows, pairs, FLOPs | I s | II s | rows | peak |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for length in result["lengths"]:
-        tokens = length["context_tokens"]
+        tokens = f"{length['context_tokens']} ({length['kv_bytes'] >> 20})"
         for name, method in length["methods"].items():
             ratio, (low, high) = method["speed_up"]["ratio"], method["speed_up"]["interval"]
             cells = [
@@ -275,8 +289,10 @@ def markdown(result: dict[str, Any]) -> str:
                 ", ".join(f"{method['bounds'][what]:.2f}" for what in ("rows", "pairs", "flops")),
                 *(f"{method['phases_ms'][stage] / 1000:.2f}" for stage in ("stage1", "stage2")),
                 str(method["counters"]["recomputed_tokens"]),
+                str(method["peak_bytes"] >> 20),
             ]
             lines.append(f"| {tokens} | {name} | {' | '.join(cells)} |")
-        for name, seconds in length["plain"].items():
-            lines.append(f"| {tokens} | plain model, {name} | {seconds:.2f} | | | | | |")
+        for name, told in length["plain_against_full"].items():
+            cells = [f"{told['slow_s']:.2f}", f"{1 / told['ratio']:.2f}", "", "", "", "", ""]
+            lines.append(f"| {tokens} | plain model, {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import Cancelled
+from errors import Cancelled, UnreadableDocument
 from retriever import chunking
 from retriever.catalogue import Catalogue, Change, StoredChunk
 from retriever.chunking import chunk_document
@@ -90,12 +90,17 @@ class Retriever:
     def index(self, work: Work, progress: Callable[[int, int], bool]) -> bool:
         """Chunks and embeds a revision and makes it the one that answers. False when it is gone meanwhile.
 
-        `progress` is told (chunks done, chunks in all) and answers False to cancel, which raises Cancelled.
+        `progress` is told (chunks done, chunks in all) and answers False to cancel, which raises Cancelled. Raises
+        UnreadableDocument for a text of no tokens.
         """
         source = self._catalogue.revision_source(work.revision)
         if source is None:
             return False
         chunks = chunk_document(source, self._encode, self._chunk_tokens)
+        if not chunks:
+            raise UnreadableDocument(
+                "the model's tokenizer makes no token of this text: there is nothing to answer from"
+            )
         vectors = []
         for start in range(0, len(chunks), _EMBED_BATCH):
             if not progress(start, len(chunks)):

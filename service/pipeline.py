@@ -14,7 +14,7 @@ from cache_store.base import Chunk
 from cache_store.keys import chunk_key, tokens_digest
 from engine.base import EngineClient, Finished, GenerateRequest, Part, Prefilled, Sampling, Token
 from engine.strategies import SERVED, Strategy, make_strategy
-from errors import Cancelled, NotReady, PromptTooLong, ReuseRefused
+from errors import Cancelled, InvalidInput, NotReady, PromptTooLong, ReuseRefused
 from retriever.chunking import chunk_document
 from retriever.documents import ParsedDocument
 from retriever.retriever import Hit, Retriever
@@ -220,7 +220,10 @@ class Pipeline:
     def _split(self, contexts: Sequence[str]) -> list[Source]:
         sources = []
         for index, text in enumerate(contexts):
-            for chunk in chunk_document(ParsedDocument(text), self._prompt.encode, self._settings.chunk_tokens):
+            chunks = chunk_document(ParsedDocument(text), self._prompt.encode, self._settings.chunk_tokens)
+            if not chunks:
+                raise InvalidInput(f"the model's tokenizer makes no token of contexts[{index}]", "contexts")
+            for chunk in chunks:
                 shown = {"context": index, "start": chunk.start, "end": chunk.end, "text": chunk.text}
                 sources.append(Source(chunk.token_ids, shown))
         return sources

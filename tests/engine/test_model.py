@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,7 +39,8 @@ from engine.model import (
     tokenizer_digest,
 )
 from engine.plain import PlainModel
-from engine.strategies import STRATEGIES
+from engine.strategies import SERVED, STRATEGIES, cacheblend, kvshare, prophetkv
+from engine.strategies.base import top_tokens
 from errors import UnsupportedModel
 from tests.tiny import FAMILIES, Bench, plain_module, tiny_model
 
@@ -140,13 +142,28 @@ def test_the_reference_attention_equals_the_cpu_kernel(monkeypatch: pytest.Monke
         assert float((bench.logits(name, 0.3) - logits).abs().max()) < 1e-3
 
 
-def test_bf16_stays_near_fp32() -> None:
-    """Ratio 1 in bf16 against the fp32 full prefill: within a few percent of the largest logit."""
-    expected = Bench(tiny_model(FAMILIES["llama"]), lengths=(20, 30)).logits("full")
-    half = Bench(tiny_model(FAMILIES["llama"], dtype=torch.bfloat16), lengths=(20, 30))
-    for strategy in ("full", "prophetkv"):
-        error = float((half.logits(strategy, 1.0) - expected).abs().max())
-        assert error < 0.08 * float(expected.abs().max())
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_bf16_stays_near_fp32(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every strategy, with the selection held fixed: within a few percent of the largest logit."""
+    exact = Bench(tiny_model(FAMILIES[family]), lengths=(20, 30))
+    half = Bench(tiny_model(FAMILIES[family], dtype=torch.bfloat16), lengths=(20, 30))
+    selections: list[Tensor] = []
+
+    def select(scores: Tensor, count: int) -> Tensor:
+        selections.append(top_tokens(scores, count))
+        return selections[-1]
+
+    def select_the_same(scores: Tensor, count: int) -> Tensor:
+        return selections.pop(0)
+
+    for name in SERVED:
+        for chosen in (prophetkv, cacheblend, kvshare):
+            monkeypatch.setattr(chosen, "top_tokens", select)
+        expected = exact.logits(name, 0.3)
+        for chosen in (prophetkv, cacheblend, kvshare):
+            monkeypatch.setattr(chosen, "top_tokens", select_the_same)
+        assert float((half.logits(name, 0.3) - expected).abs().max()) < 0.08 * float(expected.abs().max()), name
+        assert not selections
 
 
 def test_a_model_of_another_family_runs_as_transformers_runs_it(gpt2_folder: Path) -> None:

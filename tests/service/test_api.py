@@ -297,6 +297,19 @@ def test_bad_queries_say_what_was_wrong(
     assert_problem(http.post("/query", json=body), status, code, message)
 
 
+def test_a_prompt_of_exactly_the_window(http: httpx.Client) -> None:
+    body = {"question": "x", "contexts": ["word " * 3400], "strategy": {"name": "prophetkv", "ratio": 0.01}}
+    used = http.post("/query", json={**body, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    rest = 4000 - used
+    assert 0 < rest < 400
+    told = http.post("/query", json={**body, "max_tokens": rest}).json()
+    assert (told["finish_reason"], told["usage"]["completion_tokens"]) == ("length", rest)
+    answer = http.post("/query", json={**body, "max_tokens": rest + 1})
+    assert_problem(answer, 400, "context_length_exceeded", r"the contexts need \d+ tokens")
+    needed, room = re.findall(r"need (\d+) tokens|room for (\d+)", answer.json()["detail"])
+    assert int(needed[0]) - int(room[1]) == 1
+
+
 def assert_problem(answer: httpx.Response, status: int, code: str, message: str) -> None:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"

@@ -315,6 +315,25 @@ def test_a_model_for_which_reuse_is_not_proven_is_served_by_full_prefill(
         assert "gpt2" in refused.json()["detail"]
 
 
+def test_text_without_any_token_is_refused(make_server: MakeServer, smollm: Path, tmp_path: Path) -> None:
+    """Some tokenizers drop characters. An answer from a context that is not there would be silently worse."""
+    from tests.tiny import save_tiny_model
+
+    folder = save_tiny_model(smollm, tmp_path / "deaf")
+    told = json.loads((folder / "tokenizer.json").read_text())
+    told["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[^\\x00-\\x7f]+"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    server = make_server(model=folder).start()
+    with server.http() as http:
+        refused = http.post("/query", json={"question": "x", "contexts": ["fine", "\u4f60\u597d"], "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_input")
+        assert "no token of contexts[1]" in refused.json()["detail"]
+        job = http.put("/documents/deaf?wait=30", json={"text": "\u4f60\u597d"}).json()["job"]
+        assert job["state"] == "failed"
+        assert "no token of this text" in job["error"]
+        assert http.get("/documents/deaf").json()["state"] == "failed"
+
+
 def test_another_model_computes_its_own_kv(make_server: MakeServer, smollm: Path, tmp_path: Path) -> None:
     """Same tokenizer, other weights: chunks stay, their KV is not used and is computed ahead again."""
     from tests.tiny import save_tiny_model
