@@ -67,4 +67,4 @@ gpu-smoke: $(VENV)/.installed-dev  ## the same at tiny shapes without a GPU, to 
 	TRITON_INTERPRET=1 $(BIN)/python -m benchmarks.gpu_check --smoke --out .data/gpu-smoke
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf engine/kernels/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

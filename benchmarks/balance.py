@@ -26,7 +26,7 @@ import torch
 from benchmarks.report import conditions, paired_ratio, write
 from benchmarks.throttle import Throttled
 from benchmarks.ttft import SUFFIX_TOKENS, Run, first_token, request_maker
-from cache_store.base import Chunk, ChunkKV, KVSource
+from cache_store.base import Chunk, ChunkKV, KVSource, LoadedChunk
 from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
@@ -63,8 +63,21 @@ class _Computing:
     """A source that computes what it is asked for, stored or not."""
 
     def __init__(self, source: ChunkSource) -> None:
-        self.load = self.compute = source.compute
-        self.locate_many = source.locate_many
+        self._source = source
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """See KVSource.prefetch: there is nothing to read."""
+        return None
+
+    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+        """See KVSource.load."""
+        return self._source.compute(chunk)
+
+    compute = load
+
+    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+        """See KVSource.locate_many."""
+        return self._source.locate_many(chunks)
 
 
 @dataclass(slots=True)

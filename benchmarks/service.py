@@ -142,7 +142,7 @@ class _NoSource:
     def load(self, chunk: object) -> Any:
         raise AssertionError
 
-    compute = locate_many = load
+    prefetch = compute = locate_many = load
 
 
 def load_model(settings: Settings) -> Model:

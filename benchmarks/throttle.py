@@ -48,9 +48,7 @@ class Throttled:
             self.stats.misses += 1
             return None
         self._bucket.take(kv.nbytes)
-        self.stats.hits += 1
-        self.stats.read_bytes += kv.nbytes
-        self.stats.read_seconds += time.perf_counter() - start
+        self.stats.note_read(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:

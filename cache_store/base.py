@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class StoreStats:
     """Counters of one tier since start, and its present size. `service/metrics.py` exports them.
 
     read_bytes, read_seconds: of hits, so their quotient is the rate at which the tier gives entries back, verified.
+    Time in which several were read at once counts once.
     """
 
     entries: int = 0
@@ -107,6 +109,15 @@ class StoreStats:
     read_bytes: int = 0
     read_seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
+    _read_until: float = 0.0
+
+    def note_read(self, nbytes: int, start: float) -> None:
+        """A hit: so many bytes, whose reading began at `start` of time.perf_counter() and ends now."""
+        end = time.perf_counter()
+        self.hits += 1
+        self.read_bytes += nbytes
+        self.read_seconds += end - max(start, self._read_until)
+        self._read_until = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +183,24 @@ class KVStore(Protocol):
         """Releases threads, connections and files."""
 
 
+class Arrival(Protocol):
+    """A chunk that is being read; see cache_store.fetch.Fetch."""
+
+    @property
+    def kv(self) -> ChunkKV | None:
+        """To be read up to the layers that have arrived; None when reading has failed."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What failed on the way so far."""
+
+    def wait(self, layer: int, seconds: float) -> bool:
+        """True when the layer can be read or nothing more will arrive; waits for that up to `seconds`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk's KV as found.
+    """A chunk's KV as found, or as it is being read, which `arrival` then tells.
 
     `tier` is where it came from ("computed" when nowhere), `faults` what failed on the way.
     """
@@ -182,6 +208,7 @@ class LoadedChunk:
     kv: ChunkKV
     tier: str
     faults: tuple[str, ...] = ()
+    arrival: Arrival | None = None
 
     def read_into(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See ChunkKV.read_into."""
@@ -191,11 +218,17 @@ class LoadedChunk:
 class KVSource(Protocol):
     """What the engine loads from. Never misses: what no tier holds is computed."""
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """Starts reading. What it returns is to be kept until the chunks were loaded: when it goes, reading ends."""
+
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """Yields between steps of device work, so that the caller may do something else or give up."""
+        """Yields between steps of device work, so that the caller may do something else or give up.
+
+        Returns as soon as the first layer can be read.
+        """
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """The same without asking the tiers: for a chunk that is computed faster than it is read."""
+        """The same without asking the tiers, for a chunk that is computed faster than read, or whose tier failed."""
 
     def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
         """The name of the tier that each chunk would come from now, without loading it; None where none holds it."""

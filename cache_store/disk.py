@@ -7,6 +7,7 @@ A reader that has opened a file reads it to its end, whoever evicts it meanwhile
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -21,7 +22,6 @@ from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing
 from cache_store.ledger import Ledger, Policy
 from errors import CorruptEntry, StoreUnavailable
 
-_ABANDONED_SECONDS = 600.0  # a temporary file this old belongs to a process that died while publishing
 _MAX_PIECES = 512  # buffers in one system call; the system takes 1024
 
 
@@ -56,9 +56,7 @@ class DiskStore:
             return None
         except OSError as error:
             raise self._failed(error) from error
-        self.stats.hits += 1
-        self.stats.read_bytes += kv.nbytes
-        self.stats.read_seconds += time.perf_counter() - start
+        self.stats.note_read(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -129,20 +127,11 @@ class DiskStore:
 
     def _publish(self, path: Path, pieces: list[memoryview]) -> int:
         """Writes a file under another name and renames it when it is whole; returns its bytes on disk."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                _write(file, pieces)
-                size = _bytes_on_disk(os.fstat(file))
-            finally:
-                os.close(file)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        return size
+            return _written(path, pieces)
+        except FileNotFoundError:
+            # Another process swept the file before its lock was taken, or somebody removed the folder.
+            return _written(path, pieces)
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.kv"
@@ -168,15 +157,25 @@ class DiskStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*/*.tmp"):
             with suppress(FileNotFoundError):
-                # A clock that was set back makes files from the future, which would never be old.
-                if abs(time.time() - path.stat().st_mtime) > _ABANDONED_SECONDS:
-                    path.unlink()
+                _sweep(path)
         token = self._layout.layers * self._layout.block_bytes(1)
         for path, size in stored_files(self._folder):
             evicted = self._ledger.admit(path.stem, size, size / token)
             self._unlink([path.stem] if evicted is None else evicted)
             self.stats.evictions += 1 if evicted is None else len(evicted)
         self._take_stock()
+
+
+def _sweep(temporary: Path) -> None:
+    """Removes a file that nobody is writing: its writer would hold the lock, and a killed one cannot."""
+    file = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(file)
 
 
 def stored_files(folder: Path) -> list[tuple[Path, int]]:
@@ -197,6 +196,24 @@ def _fill(file: int, view: memoryview) -> None:
         if not count:
             raise CorruptEntry("length", "the file ends early")
         done += count
+
+
+def _written(path: Path, pieces: list[memoryview]) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _write(file, pieces)
+            size = _bytes_on_disk(os.fstat(file))
+            temporary.replace(path)
+        finally:
+            os.close(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return size
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:

@@ -73,9 +73,7 @@ class RedisStore:
         if kv is None:
             self.stats.misses += 1
             return None
-        self.stats.hits += 1
-        self.stats.read_bytes += kv.nbytes
-        self.stats.read_seconds += time.perf_counter() - start
+        self.stats.note_read(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:

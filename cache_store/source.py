@@ -6,10 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from weakref import WeakValueDictionary
 
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
-from cache_store.prefetch import Prefetcher
 from cache_store.tiered import TieredStore
 
-_ALL_LAYERS = 1 << 30
 _PATIENCE_SECONDS = 0.005  # how long the device thread waits before it looks for something else to do
 
 Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
@@ -22,35 +20,29 @@ class ChunkSource:
     it goes on with the others when one of them is aborted. All callers live on the one thread that owns the device.
     """
 
-    def __init__(self, store: TieredStore, encode: Encode, prefetcher: Prefetcher | None = None) -> None:
-        """`prefetcher`: of the same store, when requests are loaded for ahead."""
+    def __init__(self, store: TieredStore, encode: Encode) -> None:
         self._store = store
-        self._prefetcher = prefetcher
         self._encode = encode
         self._running: WeakValueDictionary[str, _Computation] = WeakValueDictionary()
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """See KVSource.prefetch."""
+        return [self._store.fetch(chunk) for chunk in chunks]
+
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.load. The result is in the store, or on its way there."""
-        if self._prefetcher is not None:
-            found = yield from self._prefetcher.take(chunk)
-        else:
-            found = self._store.fetch(chunk)
-            while not found.wait(_ALL_LAYERS, _PATIENCE_SECONDS):
-                yield
-        if found.kv is not None and found.tier is not None:
-            return LoadedChunk(found.kv, found.tier, found.faults)
+        found = self._store.fetch(chunk)
+        while not found.wait(0, _PATIENCE_SECONDS):
+            yield
+        kv, tier = found.kv, found.tier
+        if kv is not None and tier is not None:
+            return LoadedChunk(kv, tier, found.faults, None if found.over else found)
         computed = yield from self.compute(chunk)
         return LoadedChunk(computed.kv, computed.tier, found.faults)
 
     def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """See KVSource.locate_many. What was read ahead is in memory."""
-        places = self._store.locate_many(chunks)
-        if self._prefetcher is None:
-            return places
-        fastest = self._store.tiers[0].name
-        return [
-            fastest if self._prefetcher.ready(chunk) else place for chunk, place in zip(chunks, places, strict=True)
-        ]
+        """See KVSource.locate_many."""
+        return self._store.locate_many(chunks)
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.compute. The result is in the store, or on its way there."""

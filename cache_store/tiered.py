@@ -59,13 +59,13 @@ class TieredStore:
         self._writer.start()
 
     def fetch(self, chunk: Chunk) -> Fetch:
-        """Starts looking for the chunk, unless somebody is looking already: then that is joined.
+        """Starts looking for the chunk, unless somebody looks or has looked and still keeps the fetch: then that is it.
 
         What the first tier holds is there at once. A fetch that everybody has dropped before its turn is not made.
         """
         with self._lock:
             running = self._fetches.get(chunk.key)
-            if running is not None and not running.over:
+            if running is not None:
                 return running
             fetch = self._fetches[chunk.key] = Fetch(chunk, self.room, self._pinned)
         if not self._search(fetch, slice(0, 1)):
@@ -107,6 +107,7 @@ class TieredStore:
         return self.lookup(chunk).kv
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        self._forget_fetches([chunk.key])
         self._store(len(self.tiers), chunk, kv, retention)
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
@@ -133,6 +134,7 @@ class TieredStore:
         with self._lock:
             for key in wanted:
                 self._retentions.pop(key, None)
+        self._forget_fetches(wanted)
         self.flush()
         failed: StoreError | None = None
         for tier in self.tiers:
@@ -158,6 +160,12 @@ class TieredStore:
         for tier in self.tiers:
             tier.close()
 
+    def _forget_fetches(self, keys: Iterable[str]) -> None:
+        """What was found of them is not true any more for those who ask from now on."""
+        with self._lock:
+            for key in keys:
+                self._fetches.pop(key, None)
+
     def _go_on(self, wanted: weakref.ref[Fetch]) -> None:
         """The rest of a search that the first tier could not end."""
         fetch = wanted()
@@ -176,6 +184,7 @@ class TieredStore:
         """Asks some tiers in order; True, and the fetch is over, when one had the chunk."""
         for index in range(len(self.tiers))[which]:
             tier = self.tiers[index]
+            fetch.tier = tier.name
             try:
                 with self._reading[index].guard():
                     kv = tier.get(fetch.chunk, fetch)

@@ -74,6 +74,9 @@ class _Kept:
 
     compute = load
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        return None
+
     def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
         return ["memory"] * len(chunks)
 

@@ -1,8 +1,9 @@
 """What a prefill will take, and the choice of the strategy `auto`: reuse or a full prefill, load a chunk or compute it.
 
-A prediction is the sum of what the parts cost: each chunk's loading (reads and bytes, by tier) or its computation, and
-passes through the model (layer calls, operations of linear layers and of each kind of attention, bytes turned). The
-coefficients are measured when the service starts and follow every request.
+A prediction is made of what the parts cost: each chunk's loading (reads and bytes, by tier) or its computation, and
+passes through the model (layer calls, operations of linear layers and of each kind of attention, bytes turned). Loading
+goes on beside the device's work until Stage I ends. The coefficients are measured when the service starts and follow
+every request.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ class Controller:
         self.observe_reads()
         loading = [self.loading(chunk, tier) if tier else None for chunk, tier in zip(chunks, places, strict=True)]
         computing = [self.computing(chunk, layout.prefix) for chunk in chunks]
-        stages = self.predict(_stages(layout, budget, layers, scoring, self._model.layout.layers, self._token_bytes))
+        first, second = _stages(layout, budget, layers, scoring, self._model.layout.layers, self._token_bytes)
         full = self.predict(self._model.full_work(len(layout)))
-        chosen, reuse, compute = choose(loading, computing, stages, full)
+        chosen, reuse, compute = choose(loading, computing, self.predict(first), self.predict(second), full)
         return Decision(
             strategy=chosen,
             predicted_ms={"prophetkv": reuse * 1000, "full": full * 1000},
@@ -122,29 +123,40 @@ class Controller:
 
 
 def choose(
-    loading: Sequence[float | None], computing: Sequence[float], stages: float, full: float
+    loading: Sequence[float | None], computing: Sequence[float], stage1: float, stage2: float, full: float
 ) -> tuple[str, float, list[bool]]:
     """The strategy to run, what ProphetKV would take in seconds, and which chunks it would compute instead of load.
 
-    loading, computing: seconds for each chunk; None: no tier holds it. stages: seconds for placing and both stages.
+    loading, computing: seconds for each chunk; None: no tier holds it. stage1 includes placing. Reading goes on beside
+    the device's work up to the end of Stage I, so of the stored chunks as many are computed as make the longer of the
+    two shortest, those first that gain most by it.
     """
-    compute = [load is None or anew < load for load, anew in zip(loading, computing, strict=True)]
-    chunks = sum(anew if load is None else min(load, anew) for load, anew in zip(loading, computing, strict=True))
-    reuse = chunks + stages
+    compute = [load is None for load in loading]
+    read = sum(load for load in loading if load is not None)
+    work = stage1 + sum(anew for load, anew in zip(loading, computing, strict=True) if load is None)
+    gains = {index: load - computing[index] for index, load in enumerate(loading) if load is not None}
+    for index in sorted(gains, key=gains.__getitem__, reverse=True):
+        fewer, more = read - (gains[index] + computing[index]), work + computing[index]
+        if max(fewer, more) >= max(read, work):
+            break
+        read, work, compute[index] = fewer, more, True
+    reuse = max(read, work) + stage2
     return ("prophetkv" if reuse < full * (1 - MARGIN) else "full"), reuse, compute
 
 
-def _stages(layout: Layout, budget: int, layers: Sequence[int], scoring: int, depth: int, token_bytes: int) -> Work:
-    """What placing the chunks and both stages of ProphetKV will do, as if the selected tokens were evenly spread."""
+def _stages(
+    layout: Layout, budget: int, layers: Sequence[int], scoring: int, depth: int, token_bytes: int
+) -> tuple[Work, Work]:
+    """What placing the chunks and Stage I, and Stage II will do, as if the selected tokens were evenly spread."""
     context, fresh = len(layout.context), len(layout.fresh)
     fresh_pairs = int((layout.fresh + 1).sum())
-    work = Work(turned=context * token_bytes)
+    first, second = Work(turned=context * token_bytes), Work()
     if 0 < budget < context:
-        work.add(fresh, fresh_pairs, layers=layers[-1])
-        work.add_kv(fresh, fresh_pairs)
-        work.scored += len(layers) * int((layout.fresh[-scoring:] + 1).sum())
+        first.add(fresh, fresh_pairs, layers=layers[-1])
+        first.add_kv(fresh, fresh_pairs)
+        first.scored += len(layers) * int((layout.fresh[-scoring:] + 1).sum())
     selected = layout.context[torch.arange(budget) * context // max(1, budget)]
-    work.add(budget + fresh, fresh_pairs + int((selected + 1).sum()), layers=depth - 1)
-    work.add_kv(budget + fresh)
-    work.add(1, len(layout))
-    return work
+    second.add(budget + fresh, fresh_pairs + int((selected + 1).sum()), layers=depth - 1)
+    second.add_kv(budget + fresh)
+    second.add(1, len(layout))
+    return first, second

@@ -8,7 +8,7 @@ computes from there.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.model import Model
 
 T = TypeVar("T")
+Ready = Callable[[int], Generator[None, None, None]]
 Steps = Generator[None, None, Tensor]
 Angles = dict[str, tuple[Tensor, Tensor]]
 
@@ -98,13 +99,25 @@ def attention(
 class ForwardPass:
     """Some rows of a prompt, between two layers. `layer` is the next one; `work` counts what was done."""
 
-    def __init__(self, model: Model, ids: Tensor, positions: Tensor, slots: Slots, work: Work | None = None) -> None:
-        """ids, positions: int64 [rows] on the CPU; positions strictly increase."""
+    def __init__(
+        self,
+        model: Model,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Slots,
+        work: Work | None = None,
+        ready: Ready | None = None,
+    ) -> None:
+        """ids, positions: int64 [rows] on the CPU; positions strictly increase.
+
+        `ready` waits until a layer's slots hold what the rows are to see; those of layer 0 do already.
+        """
         self.model = model
         self.slots = slots
         self.rows = model.rows(positions)
         self.layer = 0
         self.work = work if work is not None else Work()
+        self._ready = ready
         self._hidden, self._angles = model.embed(ids, self.rows)
 
     def run(self, stop: int, scores: Scores | None = None) -> Generator[None, None, None]:
@@ -113,6 +126,8 @@ class ForwardPass:
             self._hidden = self._call(Step(self.rows, self.slots, scores))
             self.layer += 1
             yield
+            if self._ready is not None and self.layer < self.model.layout.layers:
+                yield from self._ready(self.layer)
 
     def write_kv(self) -> None:
         """Leaves the rows' K and V of this layer in the slots; the rows stay before the layer."""

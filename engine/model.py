@@ -27,6 +27,7 @@ from cache_store.keys import digest_fields
 from engine.attention import QueryRows
 from engine.base import Work
 from engine.forward import Angles, Step, attention
+from engine.placing import turned
 from engine.plain import PlainModel
 from engine.slots import Slots
 from errors import UnsupportedModel
@@ -157,16 +158,20 @@ class Model:
         In fp32. Negative positions turn back. The raw inverse frequencies turn without scaling: the magnitude that
         YaRN puts on K stays in it, unchanged.
         """
+        angles = self.angles(positions)
+        return lambda keys, layer: turned(keys, *angles[self._kinds[layer]])
+
+    def angles(self, positions: Tensor) -> Angles:
+        """cos and sin of the angles of `positions` (int64 [tokens]), fp32 [tokens, at most head_dim / 2], by kind.
+
+        By kind of layer, see `kind`.
+        """
         at = positions[:, None].to(self.device).float()
-        turns = {kind: (torch.cos(at * freq), torch.sin(at * freq)) for kind, freq in self._inv_freq.items()}
+        return {kind: (torch.cos(at * freq), torch.sin(at * freq)) for kind, freq in self._inv_freq.items()}
 
-        def rotate(keys: Tensor, layer: int) -> Tensor:
-            cos, sin = turns[self._kinds[layer]]
-            half = cos.shape[1]
-            low, high, rest = torch.split(keys.float(), [half, half, keys.shape[-1] - 2 * half], dim=-1)
-            return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
-
-        return rotate
+    def kind(self, layer: int) -> str:
+        """What decides a layer's angles."""
+        return self._kinds[layer]
 
     def flops(self, work: Work) -> int:
         """Floating point operations of passes through the layers: linear part and attention."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence, Set
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from cache_store.base import KVSource, LoadedChunk
 from engine.base import GenerateRequest, Usage
 from engine.controller import Controller
 from engine.encode import PrefixCache
-from engine.forward import ForwardPass, Scores, Steps
+from engine.forward import Angles, ForwardPass, Scores, Steps
 from engine.model import Model, token_tensor
+from engine.placing import place, place_on_gpu
 from engine.slots import Slots
+
+_PATIENCE_SECONDS = 0.005  # how long a layer is waited for before others may go on
 
 
 class Layout:
@@ -81,67 +84,95 @@ class Prefill:
         self.compute: Set[str] = frozenset()  # keys of chunks to compute even if some tier holds them
         self.controller = controller or Controller(model)
         self.source = source
+        self._loaded: list[LoadedChunk] = []  # whose layers from `_placed` on are not in the slots yet
+        self._placed = 0
+        self._angles: Angles = {}
+        self._phases: list[str] = []  # those that are being timed, the innermost last
+        self._mark = 0.0
 
-    def assemble(self) -> Generator[None, None, None]:
-        """Loads every chunk (computing what no tier holds) and places it: V copied, K turned to its position."""
+    def assemble(self, lazily: bool = False) -> Generator[None, None, None]:
+        """Loads every chunk (computing what no tier holds) and places it: V copied, K turned to its position.
+
+        Every layer, or `lazily` only the first: the passes of `start` then place each layer before they reach it, so
+        they begin while the others are still being read. Until then what stands in the slots is garbage.
+        """
         with self.timed("load"):
+            chunks = (part.chunk for part in self.request.parts)
+            reading = self.source.prefetch([chunk for chunk in chunks if chunk.key not in self.compute])
             yield from self.prefixes.copy_into(self.request.prefix, self.slots)
-            loaded: list[LoadedChunk] = []
+            self._loaded = []
             for part in self.request.parts:
                 had = self.source.compute if part.chunk.key in self.compute else self.source.load
                 found = yield from had(part.chunk)
-                loaded.append(found)
-                self.usage.hits[found.tier] = self.usage.hits.get(found.tier, 0) + 1
-                self.usage.bytes_copied += found.kv.nbytes
-                self.usage.bytes_loaded += found.kv.nbytes if found.tier != "computed" else 0
-                self.usage.faults += [fault for fault in found.faults if fault not in self.usage.faults]
+                self._loaded.append(found)
+                self._note(found, 1)
                 yield
-        with self.timed("assemble"):
-            yield from self._place(loaded)
-        layout = self.model.layout
-        self.usage.work.turned += layout.layers * layout.layer_bytes(self.usage.context_tokens)
+            del reading
+        self._placed = 0
+        self._angles = self.model.angles(self.layout.context)
+        yield from self._place_through(0 if lazily else self.model.layout.layers - 1)
 
-    def _place(self, loaded: list[LoadedChunk]) -> Generator[None, None, None]:
-        positions = self.layout.context
-        if not len(positions):
-            return
-        if self.model.device.type == "cuda":
-            yield from self._place_on_gpu(loaded)
-            return
-        ends = torch.tensor([0, *self.layout.chunk_lengths]).cumsum(0).tolist()
-        kv_heads, head_dim = self.model.layout.kv_heads, self.model.layout.head_dim
-        unturned = torch.empty(kv_heads, len(positions), head_dim, dtype=torch.float32, device=self.model.device)
-        turn = self.model.rotation(positions)
-        for layer in range(self.model.layout.layers):
-            keys, values = self.slots.data[layer]
-            spans = list(zip(loaded, self.layout.chunk_starts, pairwise(ends), strict=True))
-            for chunk, at, (start, stop) in spans:
-                chunk.read_into(layer, unturned[:, start:stop], values[:, at : at + stop - start])
-            turned = turn(unturned, layer)
-            for _, at, (start, stop) in spans:
-                keys[:, at : at + stop - start] = turned[:, start:stop]
+    def _place_through(self, layer: int) -> Generator[None, None, None]:
+        """Places the layers up to `layer` that are not yet in the slots."""
+        while self._loaded and self._placed <= layer:
+            with self.timed("load"):
+                yield from self._await_layer(self._placed)
+            with self.timed("assemble"):
+                self._place(self._placed)
+            self.usage.work.turned += self.model.layout.layer_bytes(self.usage.context_tokens)
+            self._placed += 1
+            if self._placed == self.model.layout.layers:
+                self._loaded = []
             yield
 
-    def _place_on_gpu(self, loaded: list[LoadedChunk]) -> Generator[None, None, None]:
-        """A copy to the device in the stored dtype, unless it is there already, and one kernel, a chunk and layer."""
-        from engine.kernels.place import place  # here, for it needs triton, which a CPU build of torch does not bring
+    def _await_layer(self, layer: int) -> Generator[None, None, None]:
+        """Waits until the layer of every chunk can be read, and computes those chunks whose reading failed."""
+        for index, found in enumerate(self._loaded):
+            arrival = found.arrival
+            if arrival is None:
+                continue
+            while not arrival.wait(layer, _PATIENCE_SECONDS):
+                yield
+            if arrival.kv is None:
+                self._note(found, -1)
+                computed = yield from self.source.compute(self.request.parts[index].chunk)
+                found = replace(computed, faults=(*arrival.faults, *computed.faults))
+                self._note(found, 1)
+            else:
+                found = replace(found, kv=arrival.kv, faults=arrival.faults)  # another tier may have taken over
+            self._note_faults(found)
+            self._loaded[index] = found
 
-        device = self.model.device
-        spans = [
-            (chunk.kv, torch.arange(at, at + chunk.kv.tokens, device=device))
-            for chunk, at in zip(loaded, self.layout.chunk_starts, strict=True)
-        ]
-        for layer in range(self.model.layout.layers):
-            keys, values = self.slots.data[layer]
-            frequencies = self.model.frequencies(layer)
-            for kv, positions in spans:
-                stored_keys, stored_values = kv.layer(layer).to(device, non_blocking=True)
-                place(stored_keys, stored_values, positions, frequencies, keys, values)
-            yield
+    def _note(self, found: LoadedChunk, count: int) -> None:
+        """Adds a loaded chunk to the usage, or takes it back."""
+        self.usage.hits[found.tier] = self.usage.hits.get(found.tier, 0) + count
+        self.usage.bytes_copied += count * found.kv.nbytes
+        self.usage.bytes_loaded += count * found.kv.nbytes if found.tier != "computed" else 0
+        self._note_faults(found)
+
+    def _note_faults(self, found: LoadedChunk) -> None:
+        self.usage.faults += [fault for fault in found.faults if fault not in self.usage.faults]
+
+    def _place(self, layer: int) -> None:
+        keys, values = self.slots.data[layer]
+        cos, sin = self._angles[self.model.kind(layer)]
+        start = 0
+        for found, at in zip(self._loaded, self.layout.chunk_starts, strict=True):
+            tokens = found.kv.tokens
+            if self.model.device.type == "cuda":
+                positions = torch.arange(at, at + tokens, device=self.model.device)
+                place_on_gpu(found.kv, layer, positions, self.model.frequencies(layer), keys, values)
+            else:
+                slots = slice(at, at + tokens)
+                rows = slice(start, start + tokens)
+                place(found.kv, layer, cos[rows], sin[rows], keys[:, slots], values[:, slots])
+            start += tokens
 
     def start(self, positions: Tensor, slots: Slots | None = None) -> ForwardPass:
         """A pass of the prompt's rows at `positions` (int64 on the CPU, sorted) over the request's slots."""
-        return ForwardPass(self.model, self.layout.ids[positions], positions, slots or self.slots, self.usage.work)
+        ready = self._place_through if slots is None else None
+        ids = self.layout.ids[positions]
+        return ForwardPass(self.model, ids, positions, slots or self.slots, self.usage.work, ready)
 
     def recompute(self, selected: Tensor) -> Steps:
         """Stage II: recomputes the rows of `selected`, and glue and suffix, through all layers.
@@ -179,6 +210,7 @@ class Prefill:
     def fall_back(self, reason: str) -> None:
         """Says that a full prefill answers in place of the named strategy."""
         self.usage.strategy, self.usage.fallback_reason = "full", reason
+        self._loaded = []  # what is not placed yet is not needed
 
     def scores_of(self, positions: Tensor, rows: Tensor, sums: Tensor) -> Scores:
         """An accumulator for the scoring rows at `positions`, a run within a pass of `rows`."""
@@ -209,12 +241,20 @@ class Prefill:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the wall time of the block to `timings[phase]`, in milliseconds."""
-        start = time.perf_counter()
+        """Adds the wall time of the block to `timings[phase]`, in milliseconds, less that of phases within it."""
+        self._lap()
+        self._phases.append(phase)
         try:
             yield
-            if self.model.device.type == "cuda":
+            if self.model.device.type == "cuda" and len(self._phases) == 1:
                 torch.cuda.synchronize(self.model.device)  # else the next phase would wait for this one's work
         finally:
-            elapsed = (time.perf_counter() - start) * 1000
-            self.timings[phase] = self.timings.get(phase, 0.0) + elapsed
+            self._lap()
+            self._phases.pop()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        if self._phases:
+            phase = self._phases[-1]
+            self.timings[phase] = self.timings.get(phase, 0.0) + (now - self._mark) * 1000
+        self._mark = now

@@ -1,7 +1,7 @@
 """Whether reuse pays, on paper: for a model's shape, a GPU and a medium, before any of them is there.
 
 Times are those of a roofline: operations over the rate that kernels reach, or bytes over the memory's rate, whichever
-is longer. The choice is the controller's own. Nothing is overlapped: a chunk's KV is loaded, placed, and then used.
+is longer. The choice is the controller's own: chunks are loaded beside Stage I, which follows layer by layer.
 """
 
 from __future__ import annotations
@@ -110,14 +110,16 @@ class Row:
     """Predicted seconds to the first token at one context length.
 
     `loaded`, `computed`: ProphetKV with every chunk from the medium, and with every chunk computed in isolation.
-    `chosen` is what `auto` would run. `break_even`: bytes per second above which reuse from a medium beats the full
-    prefill; None where no medium would do.
+    `chosen` is what `auto` would run, which may load some chunks and compute others, and `auto` how long that takes.
+    `break_even`: bytes per second above which reuse from a medium beats the full prefill; None where no medium would
+    do.
     """
 
     tokens: int
     full: float
     loaded: float
     computed: float
+    auto: float
     chosen: str
     break_even: float | None
 
@@ -145,18 +147,19 @@ class Paper:
         """Times at a context of so many tokens."""
         count = max(1, tokens // _CHUNK_TOKENS)
         size = tokens / count
-        full, stages = self._full(tokens), self._stages(tokens)
+        full, (stage1, stage2) = self._full(tokens), self._stages(tokens)
         loading = size * self._stored / self.rate
         computing = self._passes(size) + self._attention(size * size / 2, self._causal)
-        chosen, _, _ = choose([loading] * count, [computing] * count, stages, full)
-        spare = full - stages
+        chosen, reuse, _ = choose([loading] * count, [computing] * count, stage1, stage2, full)
+        spare = full - stage2
         return Row(
             tokens=tokens,
             full=full,
-            loaded=count * loading + stages,
-            computed=count * computing + stages,
+            loaded=max(count * loading, stage1) + stage2,
+            computed=count * computing + stage1 + stage2,
+            auto=full if chosen == "full" else reuse,
             chosen=chosen,
-            break_even=tokens * self._stored / spare if spare > 0 else None,
+            break_even=tokens * self._stored / spare if spare > stage1 else None,
         )
 
     def pays_from(self) -> int | None:
@@ -176,15 +179,15 @@ class Paper:
         rows = tokens + _QUERY_TOKENS
         return self._passes(rows) + self._head() + self._attention(rows * rows / 2, self._causal)
 
-    def _stages(self, tokens: int) -> float:
-        """Placing, both stages of ProphetKV, and the first logits."""
+    def _stages(self, tokens: int) -> tuple[float, float]:
+        """Placing and Stage I; Stage II and the first logits."""
         chosen, query = self._ratio * tokens, _QUERY_TOKENS
         kv = tokens * self.shape.token_bytes
         scored = max(self._attention(1.5 * query * tokens, self._scattered), 1.5 * kv / self._memory)
         pairs = chosen * tokens / 2 + query * (tokens + query / 2)
         recomputed = max(self._attention(pairs, self._scattered), kv / self._memory)
         placed = 2 * kv / self._memory
-        return placed + self._passes(query) + scored + self._passes(chosen + query) + recomputed + self._head()
+        return placed + self._passes(query) + scored, self._passes(chosen + query) + recomputed + self._head()
 
     def _passes(self, rows: float) -> float:
         """Linear layers: bound by operations, or by reading the weights."""
@@ -202,18 +205,16 @@ def report(paper: Paper, lengths: Sequence[int], codec: str, medium: str) -> Ite
     names = ("context", "full prefill", "reuse, loaded", "reuse, computed", "auto runs", "full / auto", "break-even")
     table = Table(*names)
     for row in map(paper.row, lengths):
-        best = min(row.full, row.loaded, row.computed)
         even = f"{row.break_even / 1e9:.2f} GB/s" if row.break_even is not None else "none"
         times = (f"{seconds * 1000:.0f} ms" for seconds in (row.full, row.loaded, row.computed))
-        table.add_row(f"{row.tokens:,}", *times, row.chosen, f"{row.full / best:.2f}x", even)
+        table.add_row(f"{row.tokens:,}", *times, row.chosen, f"{row.full / row.auto:.2f}x", even)
     yield table
     yield (
         f"{paper.shape.token_bytes / 1024:.0f} KiB of KV a token in bf16. Stored as {codec}, a chunk loads faster than "
         f"it is computed above {paper.chunk_break_even / 1e9:.2f} GB/s; {medium} gives {paper.rate / 1e9:.2f} GB/s."
     )
-    loads, shortest = paper.rate >= paper.chunk_break_even, paper.pays_from()
-    how = "loaded" if loads else "computed in isolation, which is faster here than loading them"
-    verdict = "no" if shortest is None else f"yes, from about {shortest:,} tokens of context, with chunks {how}"
+    shortest = paper.pays_from()
+    verdict = "no" if shortest is None else f"yes, from about {shortest:,} tokens of context"
     yield f"Does reuse pay here? {verdict}."
 
 

@@ -286,7 +286,7 @@ def _steps(
     calibrate_tiers(store.tiers, replace(model.layout, codec=settings.kv_codec), controller)
     prefetcher = Prefetcher(store, token_bytes, settings.prefetch_bytes, controller.worth_loading)
     encode_one = partial(encode_observed, model, prefixes, prefix, settings.kv_codec, controller)
-    source = ChunkSource(store, encode_one, prefetcher)
+    source = ChunkSource(store, encode_one)
 
     def steps(request: Request) -> EventSteps:
         if isinstance(request, EncodeRequest):

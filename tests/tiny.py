@@ -164,6 +164,10 @@ class Bench:
         )
         self.encoded: dict[str, ChunkKV] = {}
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """KVSource.prefetch: nothing is read."""
+        return None
+
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """KVSource.load: everything is computed once and kept."""
         if chunk.key not in self.encoded:

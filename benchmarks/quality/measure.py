@@ -80,9 +80,13 @@ class PromptRun:
         self._chunks[chunk.key] = kv
         return LoadedChunk(kv, "computed")
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> object:
+        """KVSource.prefetch: everything is in memory."""
+        return None
+
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """KVSource.compute: what was computed once stays."""
-        return self.load(chunk)
+        """KVSource.compute."""
+        return (yield from self.load(chunk))
 
     def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
         """KVSource.locate_many."""
@@ -219,10 +223,10 @@ class _SharedPrefill(Prefill):
         super().__init__(run.model, run, prefixes, prompt.request(strategy))
         self._assembled = assembled
 
-    def assemble(self) -> Generator[None, None, None]:
+    def assemble(self, lazily: bool = False) -> Generator[None, None, None]:
         """See Prefill.assemble. The times are those of the assembly that is copied."""
         if self._assembled is None:
-            yield from super().assemble()
+            yield from super().assemble(lazily)
             return
         self.slots.data[:, :, :, : self.layout.suffix_start] = self._assembled.data
         self.timings |= self._assembled.timings

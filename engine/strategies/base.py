@@ -42,7 +42,7 @@ class SelectiveStrategy(Strategy):
 
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill."""
-        yield from prefill.assemble()
+        yield from prefill.assemble(lazily=True)
         count = prefill.usage.context_tokens
         budget = recompute_budget(self.ratio, count)
         if 0 < budget < count:
@@ -53,7 +53,8 @@ class SelectiveStrategy(Strategy):
 
     @abstractmethod
     def select(self, prefill: Prefill, budget: int) -> Steps:
-        """Indices of the context tokens to recompute, int64, ascending. The slots are assembled."""
+        """Indices of the context tokens to recompute, int64, ascending. The slots are assembled, those of
+        layers that no pass of `prefill.start` has reached excepted."""
 
 
 def recompute_budget(ratio: float, context_tokens: int) -> int:

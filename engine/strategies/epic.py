@@ -25,7 +25,7 @@ class Epic(Strategy):
 
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill. Needs no scores, so the budget is met up to rounding in each chunk."""
-        yield from prefill.assemble()
+        yield from prefill.assemble(lazily=True)
         selected, start = [torch.arange(0)], 0
         for length in prefill.layout.chunk_lengths:
             first = int(self.ratio * length + 0.5) if self.k is None else min(self.k, length)

@@ -31,7 +31,7 @@ class KVShare(Strategy):
 
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill."""
-        yield from prefill.assemble()
+        yield from prefill.assemble(lazily=True)
         count = prefill.usage.context_tokens
         budget = recompute_budget(self.ratio, count)
         if budget == 0:

@@ -19,5 +19,5 @@ class Naive(Strategy):
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill."""
         prefill.usage.ratio = 0.0
-        yield from prefill.assemble()
+        yield from prefill.assemble(lazily=True)
         return (yield from prefill.recompute(torch.arange(0)))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore
+from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore, LoadedChunk
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
@@ -30,6 +30,14 @@ def kv_of(number: int, tokens: int = 10, layout: KVLayout = LAYOUT) -> ChunkKV:
 
 def same(found: ChunkKV | None, expected: ChunkKV) -> bool:
     return found is not None and all(torch.equal(a, b) for a, b in zip(found.blocks, expected.blocks, strict=True))
+
+
+def whole(loaded: LoadedChunk) -> ChunkKV | None:
+    """A loaded chunk's KV when all of it has arrived."""
+    if loaded.arrival is None:
+        return loaded.kv
+    assert loaded.arrival.wait(1 << 30, 10)
+    return loaded.arrival.kv
 
 
 KINDS = ("memory", "disk", "redis", "tiered")

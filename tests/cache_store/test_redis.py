@@ -22,7 +22,7 @@ from cache_store.redis import VALUE_BYTES, RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from errors import StoreUnavailable
-from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
+from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same, whole
 from tests.conftest import RedisServer
 from tests.tiny import run
 
@@ -154,7 +154,7 @@ def test_after_every_kind_of_failure_a_chunk_is_the_same(own_redis: RedisServer)
 
     def load(number: int) -> tuple[str, bool]:
         loaded = run(source.load(chunk_of(number)))
-        assert same(loaded.kv, kv_of(number))
+        assert same(whole(loaded), kv_of(number))
         store.flush()
         return loaded.tier, bool(loaded.faults)
 
@@ -237,6 +237,17 @@ def test_a_full_redis_still_serves(own_redis: RedisServer) -> None:
     assert tier.stats.dropped_writes == 10
     assert tier.stats.errors == 3
     assert store.lookup(chunk_of(1)).tier == "redis"
+    store.close()
+
+
+def test_a_budget_of_ours_stops_writes(own_redis: RedisServer) -> None:
+    with redis.Redis.from_url(own_redis.url) as client:
+        used = int(client.info("memory")["used_memory"])
+    store = RedisStore(own_redis.url, LARGE, 5, budget=used + (40 << 20))
+    for number in range(3):
+        store.put(chunk_of(number, 1024), kv_of(number, 1024, LARGE))
+    assert (store.stats.writes, store.stats.dropped_writes) == (1, 2)
+    assert store.holds([chunk_of(number) for number in range(3)]) == [True, False, False]
     store.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -73,35 +74,38 @@ def test_one_outlier_moves_an_estimate_by_a_quarter_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loading", "computing", "stages", "full", "expected"),
+    ("loading", "computing", "stage1", "stage2", "full", "expected"),
     [
-        # Everything in memory: 0.2 + 0.3 against 1.0.
-        ([0.1, 0.1], [0.5, 0.5], 0.3, 1.0, ("prophetkv", 0.5, [False, False])),
-        # A slow tier: loading takes 0.8, and with the stages longer than a full prefill.
-        ([0.4, 0.4], [0.5, 0.5], 0.3, 1.0, ("full", 1.1, [False, False])),
+        # Everything in memory: 0.2 beside Stage I, then Stage II.
+        ([0.1, 0.1], [0.5, 0.5], 0.1, 0.2, 1.0, ("prophetkv", 0.4, [False, False])),
+        # A slow tier: both loaded take 0.8; one is computed in 0.5 while the other is read.
+        ([0.4, 0.4], [0.5, 0.5], 0.1, 0.2, 1.0, ("prophetkv", 0.8, [True, False])),
+        # A slower one: computing both is the shortest, and longer than a full prefill.
+        ([2.0, 2.0], [0.5, 0.5], 0.1, 0.2, 1.0, ("full", 1.3, [True, True])),
         # Nothing stored: computing everything is a full prefill, and the stages come on top.
-        ([None, None], [0.5, 0.5], 0.3, 1.0, ("full", 1.3, [True, True])),
-        # One chunk missing of four: 0.3 loading, 0.25 computing, 0.3 stages.
-        ([0.1, None, 0.1, 0.1], [0.25] * 4, 0.3, 1.0, ("prophetkv", 0.85, [False, True, False, False])),
+        ([None, None], [0.5, 0.5], 0.1, 0.2, 1.0, ("full", 1.3, [True, True])),
+        # One chunk missing of four: it and Stage I take 0.35, longer than reading the others.
+        ([0.1, None, 0.1, 0.1], [0.25] * 4, 0.1, 0.2, 1.0, ("prophetkv", 0.55, [False, True, False, False])),
         # One chunk lies where loading takes longer than computing it.
-        ([0.05, 0.9], [0.25, 0.25], 0.3, 1.0, ("prophetkv", 0.6, [False, True])),
+        ([0.05, 0.9], [0.25, 0.25], 0.1, 0.2, 1.0, ("prophetkv", 0.55, [False, True])),
         # Loading or computing in the same time: what is stored is loaded.
-        ([0.25], [0.25], 0.3, 1.0, ("prophetkv", 0.55, [False])),
+        ([0.25], [0.25], 0.1, 0.2, 1.0, ("prophetkv", 0.45, [False])),
         # A gain within the margin of 2 % is none.
-        ([0.0], [0.5], 0.985, 1.0, ("full", 0.985, [False])),
-        ([0.0], [0.5], 0.975, 1.0, ("prophetkv", 0.975, [False])),
+        ([0.0], [0.5], 0.5, 0.485, 1.0, ("full", 0.985, [False])),
+        ([0.0], [0.5], 0.5, 0.475, 1.0, ("prophetkv", 0.975, [False])),
         # No context at all.
-        ([], [], 0.1, 1.0, ("prophetkv", 0.1, [])),
+        ([], [], 0.05, 0.05, 1.0, ("prophetkv", 0.1, [])),
     ],
 )
 def test_choices(
     loading: list[float | None],
     computing: list[float],
-    stages: float,
+    stage1: float,
+    stage2: float,
     full: float,
     expected: tuple[str, float, list[bool]],
 ) -> None:
-    chosen, reuse, compute = choose(loading, computing, stages, full)
+    chosen, reuse, compute = choose(loading, computing, stage1, stage2, full)
     assert (chosen, compute) == (expected[0], expected[2])
     assert reuse == pytest.approx(expected[1])
 
@@ -124,7 +128,8 @@ def test_predicted_work_is_the_work_that_is_done(llama: Bench) -> None:
         prefill = llama.prefill("auto", ratio, **options)
         prefill.controller = controller
         llama.run(prefill)
-        *_, stages, full = seen
+        *_, full, first, second = seen
+        stages = Work(*(one + other for one, other in zip(astuple(first), astuple(second), strict=True)))
         assert full == llama.prefill("full").model.full_work(len(prefill.layout))
         done = llama.prefill("prophetkv", ratio, **options)
         llama.run(done)

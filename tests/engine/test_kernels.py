@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache_store.base import ChunkKV
+from cache_store.codec import CODECS, Shape
 from engine.attention import QueryRows, attend
 from engine.forward import ForwardPass
 from engine.kernels import cuda
@@ -24,6 +26,7 @@ from engine.kernels.graph import DecodeGraph
 from engine.kernels.paged import decode_paged, decode_reference
 from engine.kernels.place import place
 from engine.model import Model, token_tensor
+from engine.placing import place_on_gpu, place_plain
 from tests.tiny import FAMILIES, Bench, plain_module, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -380,15 +383,17 @@ def test_a_prefill_by_kernels(request: pytest.FixtureRequest, family: str, strat
     torch.testing.assert_close(small_bench(family).logits(strategy).cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_chunks_placed_by_kernel() -> None:
-    bench = small_bench()
-    expected, found = bench.prefill(), bench.prefill()
-    for prefill in (expected, found):
-        prefill.slots.data.zero_()
-    loaded = [run(bench.load(part.chunk)) for part in bench.parts]
-    run(expected._place(loaded))
-    run(found._place_on_gpu(loaded))
-    torch.testing.assert_close(found.slots.data, expected.slots.data, atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("codec", CODECS)
+def test_chunks_placed_by_kernel(codec: str) -> None:
+    model = small_bench().model
+    kv = ChunkKV.pack([torch.randn(2, *Shape(model.layout.kv_heads, 21, model.layout.head_dim))] * 3, codec)
+    positions = torch.arange(7, 28)
+    expected = torch.zeros(2, model.layout.kv_heads, 40, model.layout.head_dim)
+    found = expected.to(DEVICE)
+    cos, sin = (part.cpu() for part in model.angles(positions)[model.kind(1)])
+    place_plain(kv, 1, cos, sin, *expected[:, :, 7:28])
+    place_on_gpu(kv, 1, positions.to(DEVICE), model.frequencies(1), *found)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("kernels")

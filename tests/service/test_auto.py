@@ -75,7 +75,6 @@ def test_auto_learns_that_a_tier_is_slow_and_that_it_is_fast_again(
     named = usage_of(server, strategy={"name": "prophetkv"})
     assert (named["strategy"], named["decision"], named["timings"]["predicted_ms"]) == ("prophetkv", None, None)
     assert named["chunk_hits"]["disk"] > 0
-    assert named["timings"]["load_ms"] > named["chunk_hits"]["disk"] * 200
     with server.http() as http:
         metrics = http.get("/metrics").text
     assert 'prophetkv_auto_decisions_total{strategy="full"} 1.0' in metrics

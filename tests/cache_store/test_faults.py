@@ -1,0 +1,427 @@
+"""Faults of the disk and of those who use the store: always the right bytes or a miss, and nothing left over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache_store import entry
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention
+from cache_store.disk import DiskStore
+from cache_store.memory import MemoryStore
+from cache_store.redis import RedisStore
+from cache_store.source import ChunkSource
+from cache_store.tiered import TieredStore
+from errors import StoreUnavailable
+from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same, whole
+from tests.conftest import RedisServer
+from tests.tiny import run
+
+ENTRY = entry.entry_bytes(LAYOUT, 10)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+# The disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system with room for ten entries; where mounting is not allowed, one that says so when it is full."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    size = 10 * ENTRY
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "kv", str(folder)], check=False).returncode == 0:
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+        return
+    write = os.writev
+
+    def limited(file: int, pieces: Any) -> int:
+        if sum(path.stat().st_size for path in folder.rglob("*.*")) + sum(map(len, pieces)) > size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, pieces)
+
+    monkeypatch.setattr(os, "writev", limited)
+    yield folder
+
+
+def test_a_full_disk_drops_writes_and_serves_reads(small_disk: Path) -> None:
+    disk = DiskStore(small_disk, LAYOUT, 1 << 30)
+    store = TieredStore([MemoryStore(0), disk])
+    for number in range(30):
+        store.put(chunk_of(number), kv_of(number))
+        store.flush()
+    held = [number for number in range(30) if same(store.lookup(chunk_of(number)).kv, kv_of(number))]
+    assert 8 <= len(held) <= 10
+    assert disk.stats.errors == 3  # then the tier was left alone, for writing only
+    assert disk.stats.dropped_writes == 30 - len(held)
+    assert len(files(small_disk)) == disk.stats.entries == len(held)  # no temporary file is left
+    disk.delete([chunk_of(number).key for number in held[:5]])
+    disk.put(chunk_of(99), kv_of(99))
+    assert same(disk.get(chunk_of(99)), kv_of(99))
+    store.close()
+
+
+OPERATIONS = ("open", "writev", "readv", "fstat", "utime", "close", "unlink", "replace", "mkdir")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_whichever_call_fails_the_store_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The first, second, third ... system call of a put and two gets fails, until none is left to fail."""
+    real = {name: getattr(os, name) for name in OPERATIONS}
+    left = [0]
+
+    def failing(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                if name == "close":
+                    real["close"](*arguments)
+                raise OSError(code, os.strerror(code))
+            return real[name](*arguments, **options)
+
+        return call
+
+    failures = 0
+    for index in range(1, 100):
+        folder = tmp_path / str(index)
+        store = DiskStore(folder, LAYOUT, 1 << 20)
+        with monkeypatch.context() as patch:
+            for name in OPERATIONS:
+                patch.setattr(os, name, failing(name))
+            left[0] = index
+            told = 0
+            for writes in (True, False, False):
+                try:
+                    if writes:
+                        store.put(chunk_of(1), kv_of(1))
+                    else:
+                        found = store.get(chunk_of(1))
+                        assert found is None or same(found, kv_of(1))
+                except StoreUnavailable:
+                    told += 1
+            reached = left[0] <= 0
+        if not reached:
+            break
+        assert told == store.stats.errors == 1
+        failures += 1
+        store.put(chunk_of(1), kv_of(1))
+        assert same(store.get(chunk_of(1)), kv_of(1))
+        assert files(folder) == [f"{chunk_of(1).key}.kv"]
+        assert store.stats.nbytes == ENTRY
+    assert failures >= 12
+
+
+class During(OwnMemory):
+    """A landing that does something as soon as the first layer is there."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def arrived(self, kv: ChunkKV, layers: int) -> None:
+        if layers == 1:
+            self._act()
+
+
+@pytest.mark.parametrize("by", ["eviction", "deletion", "another process"])
+def test_a_file_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, by: str) -> None:
+    store = DiskStore(tmp_path, LAYOUT, 2 * ENTRY)
+    store.put(chunk_of(1), kv_of(1))
+
+    def evict() -> None:
+        for number in (2, 3):
+            store.put(chunk_of(number), kv_of(number))
+
+    acts: dict[str, Callable[[], object]] = {
+        "eviction": evict,
+        "deletion": lambda: store.delete([chunk_of(1).key]),
+        "another process": lambda: next(tmp_path.rglob(f"{chunk_of(1).key}.kv")).unlink(),
+    }
+    assert same(store.get(chunk_of(1), During(acts[by])), kv_of(1))
+    assert store.get(chunk_of(1)) is None
+    assert store.stats.nbytes == store.stats.entries * ENTRY
+
+
+def test_files_written_by_a_clock_that_is_a_day_off_are_entries_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    for number, shift in enumerate((-86400, 86400)):
+        first.put(chunk_of(number), kv_of(number))
+        then = time.time() + shift
+        os.utime(next(tmp_path.rglob(f"{chunk_of(number).key}.kv")), (then, then))
+    store = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store.retain([chunk_of(0).key], Retention(seconds=3600))
+    now = time.time
+    for shift in (86400, -86400):
+        monkeypatch.setattr(time, "time", lambda shift=shift: now() + shift)
+        assert all(same(store.get(chunk_of(number)), kv_of(number)) for number in range(2))
+    store.put(chunk_of(2), kv_of(2))
+    assert store.stats.entries == 3
+
+
+def test_a_temporary_file_is_swept_when_its_writer_is_dead_and_only_then(tmp_path: Path) -> None:
+    folder = tmp_path / "00"
+    folder.mkdir()
+    (folder / "dead.tmp").write_bytes(b"x")
+    with (folder / "alive.tmp").open("wb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        DiskStore(tmp_path, LAYOUT, 1 << 20)
+        assert files(tmp_path) == ["alive.tmp"]
+    DiskStore(tmp_path, LAYOUT, 1 << 20)
+    assert files(tmp_path) == []
+
+
+def writer(folder: Path, budget: int, turns: int) -> int:
+    """The id of another process that writes and reads there, and ends with status 1 when it read what is wrong."""
+    kvs = [kv_of(number) for number in range(20)]
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        store = DiskStore(folder, LAYOUT, budget)
+        for turn in range(turns):
+            store.put(chunk_of(turn * 7 % 20), kvs[turn * 7 % 20])
+            found = store.get(chunk_of(turn % 20))
+            assert found is None or same(found, kvs[turn % 20])
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended(child: int) -> int:
+    """Waits for the process; its exit status, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_processes_that_share_a_folder_never_read_each_others_halves(tmp_path: Path) -> None:
+    others = [writer(tmp_path, 12 * ENTRY, 400) for _ in range(2)]
+    store = DiskStore(tmp_path, LAYOUT, 12 * ENTRY)
+    for turn in range(400):
+        store.put(chunk_of(turn * 3 % 20), kv_of(turn * 3 % 20))
+        found = store.get(chunk_of(turn % 20))
+        assert found is None or same(found, kv_of(turn % 20))
+    assert [ended(other) for other in others] == [0, 0]
+    assert store.stats.rejected.total() == 0
+    assert all(name.endswith(".kv") for name in files(tmp_path))
+
+
+def test_fifty_processes_killed_while_publishing_leave_whole_entries_only(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        child = writer(tmp_path, 1 << 20, 1_000_000)
+        time.sleep(chance.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL
+        store = DiskStore(tmp_path, LAYOUT, 1 << 20)
+        assert all(name.endswith(".kv") for name in files(tmp_path))
+        found = [store.get(chunk_of(number)) for number in range(20)]
+        assert all(kv is None or same(kv, kv_of(number)) for number, kv in enumerate(found))
+        assert store.stats.rejected.total() == 0
+        assert store.stats.entries == len(files(tmp_path))
+
+
+# Those who use the store
+
+
+class Encoder:
+    """Encodes in three steps and counts."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def __call__(self, chunk: Chunk) -> Generator[None, None, ChunkKV]:
+        self.started += 1
+        for _ in range(3):
+            yield
+        return kv_of(int(chunk.key, 16))
+
+
+class Gated(DiskStore):
+    """A disk that gives nothing until its gate is opened."""
+
+    def __init__(self, folder: Path, gate: threading.Event) -> None:
+        super().__init__(folder, LAYOUT, 1 << 20)
+        self._gate = gate
+
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+        self._gate.wait()
+        return super().get(chunk, landing)
+
+
+def interleaved(loads: list[Generator[None, None, Any]]) -> list[Any]:
+    """Drives all in turn, as the device thread does."""
+    results = []
+    while loads:
+        for load in list(loads):
+            try:
+                next(load)
+            except StopIteration as stop:
+                results.append(stop.value)
+                loads.remove(load)
+    return results
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_thousand_requests_for_one_chunk_read_it_or_compute_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    monkeypatch.setattr("cache_store.source._PATIENCE_SECONDS", 0.0)
+    gate = threading.Event()
+    disk, encoder = Gated(tmp_path, gate), Encoder()
+    if stored:
+        disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk])
+    source = ChunkSource(store, encoder)
+    loads = [source.load(chunk_of(1)) for _ in range(1000)]
+    for load in loads:  # all ask before the first has its answer
+        next(load)
+    gate.set()
+    for load in loads[::3]:  # a third is cancelled, the first, who drives, among them
+        load.close()
+    results = interleaved([load for index, load in enumerate(loads) if index % 3])
+    assert len(results) == 666
+    assert all(same(whole(result), kv_of(1)) for result in results)
+    assert (disk.stats.hits, disk.stats.misses, encoder.started) == ((1, 0, 0) if stored else (0, 1, 1))
+    store.close()
+
+
+def test_threads_that_want_the_same_chunk_share_the_read(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    disk = Gated(tmp_path, gate)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk])
+    with ThreadPoolExecutor(32) as pool:
+        fetches = list(pool.map(lambda _: store.fetch(chunk_of(1)), range(64)))
+    assert len(set(map(id, fetches))) == 1
+    assert not fetches[0].wait(0, 0.01)
+    gate.set()
+    assert fetches[0].wait(1 << 30, 10)
+    assert same(fetches[0].kv, kv_of(1))
+    assert disk.stats.hits == 1
+    store.close()
+
+
+def test_a_slow_tier_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """While one request waits for the disk another, whose chunk is in memory, goes all the way."""
+    gate = threading.Event()
+
+    memory, disk = MemoryStore(1 << 20), Gated(tmp_path, gate)
+    memory.put(chunk_of(1), kv_of(1))
+    disk.put(chunk_of(2), kv_of(2))
+    store = TieredStore([memory, disk])
+    source = ChunkSource(store, Encoder())
+    waiting = source.load(chunk_of(2))
+    for _ in range(3):
+        next(waiting)
+    assert run(source.load(chunk_of(1))).tier == "memory"
+    gate.set()
+    assert same(whole(run(waiting)), kv_of(2))
+    store.close()
+
+
+def test_bytes_in_flight_are_bounded_and_given_back(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Sixty-four loads at once through a window of four entries, some from a tier that fails in the middle."""
+    body = ENTRY - entry.ALIGN
+    disk, far = DiskStore(tmp_path, LAYOUT, 1 << 30), RedisStore(redis_server.url, LAYOUT)
+    for number in range(64):
+        (disk if number % 2 else far).put(chunk_of(number), kv_of(number))
+    for path in list(tmp_path.rglob("*.kv"))[::4]:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    store = TieredStore([MemoryStore(0), disk, far], in_flight_bytes=4 * body)
+    fetches = [store.fetch(chunk_of(number)) for number in range(64)]
+    for fetch in fetches:
+        assert fetch.wait(1 << 30, 30)
+    found = [fetch for fetch in fetches if fetch.kv is not None]
+    assert len(found) == 56
+    assert all(same(fetch.kv, kv_of(int(fetch.chunk.key, 16))) for fetch in found)
+    assert store.room.peak <= 4 * body
+    assert store.room.taken == 0
+    store.close()
+
+
+def test_an_entry_larger_than_the_window_is_read_alone(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 30)
+    for number in range(3):
+        disk.put(chunk_of(number), kv_of(number))
+    store = TieredStore([MemoryStore(0), disk], in_flight_bytes=100)
+    fetches = [store.fetch(chunk_of(number)) for number in range(3)]
+    assert all(fetch.wait(1 << 30, 30) and same(fetch.kv, kv_of(number)) for number, fetch in enumerate(fetches))
+    assert store.room.peak == ENTRY - entry.ALIGN
+    store.close()
+
+
+def test_reads_that_nobody_wants_any_more_are_not_made(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    disk = Gated(tmp_path, gate)
+    for number in range(20):
+        disk.put(chunk_of(number), kv_of(number))
+    store = TieredStore([MemoryStore(0), disk])
+    fetches = [store.fetch(chunk_of(number)) for number in range(20)]
+    last = fetches[-1]
+    del fetches[8:]  # as many as there are readers have begun
+    gate.set()
+    assert all(fetch.wait(1 << 30, 10) for fetch in [*fetches, last])
+    assert disk.stats.hits == 9
+    store.close()
+
+
+def test_an_error_nobody_thought_of_is_a_miss_and_not_a_hang(tmp_path: Path) -> None:
+    class Broken(DiskStore):
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+            landing.buffer(100)
+            raise ZeroDivisionError("a bug")
+
+        def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+            raise ZeroDivisionError("a bug")
+
+    store = TieredStore([MemoryStore(0), Broken(tmp_path, LAYOUT, 1 << 20)])
+    loaded = run(ChunkSource(store, Encoder()).load(chunk_of(1)))
+    assert (loaded.tier, loaded.faults) == ("computed", ("kv reader: unexpected error",))
+    store.flush()
+    assert store.room.taken == 0
+    store.close()
+
+
+def test_a_store_leaves_no_threads_and_no_open_files(tmp_path: Path, redis_server: RedisServer) -> None:
+    def counts() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = counts()
+    for _ in range(5):
+        store = TieredStore(
+            [MemoryStore(0), DiskStore(tmp_path, LAYOUT, 1 << 20), RedisStore(redis_server.url, LAYOUT)]
+        )
+        for number in range(5):
+            store.put(chunk_of(number), kv_of(number))
+        store.flush()
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        fetches = [store.fetch(chunk_of(number)) for number in range(9)]
+        assert all(fetch.wait(1 << 30, 10) for fetch in fetches)
+        store.delete([chunk_of(number).key for number in range(5)])
+        store.close()
+    assert counts() == before
