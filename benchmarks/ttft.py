@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.quality.haystack import read_sentences
 from benchmarks.report import conditions, paired_ratio, write
-from benchmarks.service import words
 from cache_store.base import Chunk, KVSource, KVStore
 from cache_store.disk import DiskStore
 from cache_store.keys import chunk_key, tokens_digest
@@ -34,15 +34,16 @@ from engine.controller import Controller
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import run_steps
 from engine.generate import generate
-from engine.model import Model, text_encoder
+from engine.model import Model
 from engine.strategies import STRATEGIES, Strategy
 from errors import InvalidInput
 from service.models import resolve_language_model
+from service.prompt import PromptTemplate
 from service.settings import Settings
 
 PHASES = ("load", "assemble", "stage1", "select", "stage2", "first_token")
 CHUNK_TOKENS = 512
-SUFFIX_TOKENS = 64
+SUFFIX_TOKENS = 64  # at least, and hardly more
 _IGNORE_RATIO = ("full", "prefix", "naive")
 
 
@@ -166,15 +167,29 @@ def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
 
 
 def request_maker(model: Model, length: int, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[Strategy], GenerateRequest]:
-    """Requests over one context of `length` tokens in chunks, with a system prefix and a question."""
-    encoder = text_encoder(model.tokenizer)
-    ids = encoder(words(2 * length, length))[0][:length]
-    prefix = tuple(encoder("Answer from the sources.")[0])
-    glue = tuple(encoder("\n\n")[0])
-    suffix = tuple(encoder(words(200, 7))[0][:SUFFIX_TOKENS])
-    chunks = [tuple(ids[start : start + chunk_tokens]) for start in range(0, length, chunk_tokens)]
-    parts = tuple(Part(glue, Chunk(chunk_key("0" * 64, tokens_digest(chunk)), chunk)) for chunk in chunks)
-    return lambda strategy: GenerateRequest("bench", prefix, parts, suffix, strategy, Sampling(max_tokens=1))
+    """Requests over one context of `length` tokens in chunks, framed as the service frames them.
+
+    The context is the sample documents' prose, again and again, and the question is about what stands in its middle:
+    where the selected tokens stand decides how much attention Stage II computes, so this has to be a text.
+    """
+    prompt = PromptTemplate(model.tokenizer, "Answer the question from the sources.")
+    text = " ".join(read_sentences(None))
+    while len(prompt.encode(text)[0]) < length:
+        text += f" {text}"
+    ids, offsets = prompt.encode(text)
+    about = text[offsets[length // 2][0] :].split()
+    for count in range(1, SUFFIX_TOKENS):
+        suffix, question = prompt.suffix(f"What do the sources say about {' '.join(about[:count])}?")
+        if len(suffix) >= SUFFIX_TOKENS:
+            break
+    chunks = [tuple(ids[start : min(start + chunk_tokens, length)]) for start in range(0, length, chunk_tokens)]
+    parts = tuple(
+        Part(prompt.source_glue(number), Chunk(chunk_key("0" * 64, tokens_digest(chunk)), chunk))
+        for number, chunk in enumerate(chunks, start=1)
+    )
+    return lambda strategy: GenerateRequest(
+        "bench", prompt.prefix, parts, suffix, strategy, Sampling(max_tokens=1), question
+    )
 
 
 def _ids(request: GenerateRequest) -> torch.Tensor:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ttft import PHASES, Plan, markdown, measure, report
+from benchmarks.ttft import PHASES, SUFFIX_TOKENS, Plan, markdown, measure, report, request_maker
+from engine.model import Model
 from engine.strategies import SERVED
 from errors import InvalidInput
 from service.settings import Settings, load_settings
 from tests.benchmarks.tiny_prompts import one_thread
 
 LENGTHS = [600, 1200]  # two and three chunks
-PREFIX, GLUE, SUFFIX = 5, 1, 64  # tokens, GLUE of every chunk
 STRATEGIES = [name for name in SERVED if name not in ("full", "auto")]
 
 
@@ -20,6 +20,11 @@ STRATEGIES = [name for name in SERVED if name not in ("full", "auto")]
 def settings(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder = tmp_path_factory.mktemp("bench")
     return load_settings(model=str(tiny_folder), data_dir=folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Model:
+    return Model.load(tiny_folder, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +46,15 @@ def test_every_strategy_at_every_ratio_beside_full_and_the_plain_model(result: d
         assert all(method["speed_up"]["pairs"] == 2 for method in length["methods"].values())
 
 
-def test_counters_and_the_bounds_made_of_them(result: dict[str, Any]) -> None:
+def test_counters_and_the_bounds_made_of_them(result: dict[str, Any], model: Model) -> None:
     layers, kv_token_bytes = 2, 2 * 2 * 2 * 16 * 4
-    for length, tokens, chunks in zip(result["lengths"], LENGTHS, (2, 3), strict=True):
+    for length, tokens in zip(result["lengths"], LENGTHS, strict=True):
+        request = request_maker(model, tokens)(SERVED["full"]())
         full, reuse = (length["methods"][name]["counters"] for name in ("full", "prophetkv 0.2"))
-        fresh = chunks * GLUE + SUFFIX
-        prompt = PREFIX + tokens + fresh
+        assert sum(len(part.chunk.token_ids) for part in request.parts) == tokens
+        assert SUFFIX_TOKENS <= len(request.suffix) < SUFFIX_TOKENS + 9
+        prompt = request.prompt_tokens
+        fresh = prompt - tokens - len(request.prefix)
         assert (full["rows"], full["kv_rows"], full["bytes_copied"]) == (prompt + 1, prompt, 0)
         assert reuse["recomputed_tokens"] == tokens // 5
         assert (reuse["rows"], reuse["kv_rows"]) == (2 * fresh + tokens // 5 + 1, 2 * fresh + tokens // 5)
