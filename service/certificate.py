@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_KL = 0.05  # nats a row, mean
+MAX_KL = 0.01  # nats a row, mean
 MIN_OVERLAP = 0.9  # of the tokens that Stage I chooses
 _FILE = "certificates.json"
 _METHOD = "1"  # names what is measured and how; what another method found does not count
