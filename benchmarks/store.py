@@ -349,8 +349,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Chunk KV store",
         "",
-        f"`{result['command']}`, {told['cpu']} ({told['cores']} cores, {told['threads']} threads, load "
-        f"{told['load']:.1f}), {told['date']}. Medians of interleaved rounds, ratios with 95 % bootstrap intervals; CPU is the client's.",
+        f"`{result['command']}`, {told['cpu']}, {told['cores']} cores, {told['threads']} threads, "
+        f"load {told['load']:.1f}, {told['date']}.",
+        "Medians of interleaved rounds, ratios with 95 % bootstrap intervals; CPU is the client's.",
         "",
         "## Memory: into the slots, K turned",
         "",
@@ -384,9 +385,9 @@ def markdown(result: dict[str, Any]) -> str:
     many = result["concurrent"]
     lines += [
         "",
-        f"{many['loads']} loads at once, {many['bytes'] / 1e6:.0f} MB: at most {many['in_flight_peak'] / 1e6:.1f} MB "
-        f"in flight (bound {many['window'] / 1e6:.1f}), resident memory grew by {many['resident_growth'] / 1e6:.1f} MB, "
-        f"{many['gb_per_s']:.2f} GB/s.",
+        f"{many['loads']} loads at once, {many['bytes'] / 1e6:.0f} MB, at {many['gb_per_s']:.2f} GB/s: at most "
+        f"{many['in_flight_peak'] / 1e6:.1f} MB in flight, the bound being {many['window'] / 1e6:.1f}; resident memory "
+        f"grew by {many['resident_growth'] / 1e6:.1f} MB.",
     ]
     return "\n".join(lines) + "\n"
 

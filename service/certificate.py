@@ -36,7 +36,7 @@ MAX_KL = 0.01  # nats a row, mean
 MIN_OVERLAP = 0.9  # of the tokens that Stage I chooses
 _FILE = "certificates.json"
 _METHOD = "1"  # names what is measured and how; what another method found does not count
-_PROMPTS, _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS, _RATIO = 4, 4, 128, 32, 0.2
+_PROMPTS, _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS, _RATIO = 2, 4, 128, 32, 0.2
 
 
 @dataclass(frozen=True, slots=True)

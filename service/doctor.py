@@ -29,6 +29,7 @@ from cache_store.tiered import TieredStore
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.model import Model
+from engine.placing import COMPILED
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from errors import StoreError
@@ -68,6 +69,8 @@ def run_steps(steps: Generator[object, None, T]) -> T:
 def examine(model: Model, settings: Settings) -> Iterator[Finding]:
     """All findings, one by one as they are made."""
     yield from _identities(model)
+    how = "by the compiled kernel" if COMPILED else "by torch: the package was built without a C compiler"
+    yield Finding("placing chunks on a CPU", None, how)
     if model.tokenizer is not None:
         yield from _codecs(model, settings.kv_codec)
     rate = _prefill_rate(model)
