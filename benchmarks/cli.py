@@ -61,3 +61,17 @@ def balance(
     plan = Plan(tokens, [float(rate) for rate in rates.split(",")], ratio, pairs, minutes)
     settings = load_settings(**({"model": model} if model else {}))
     report(measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])), out)
+
+
+@app.command()
+def store(
+    megabytes: Annotated[str, typer.Option(help="sizes of entries, comma-separated")] = "1,4,12,64",
+    rounds: Annotated[int, typer.Option(min=1, help="measured rounds; one more warms up")] = 15,
+    codecs: Annotated[str, typer.Option(help="to place, comma-separated")] = "raw,int8,fp8,int4",
+    out: Annotated[Path, typer.Option(help="JSON; tables and a plot go beside it")] = Path("docs/results/store.json"),
+) -> None:
+    """GB/s of every tier against its raw medium. Starts a Redis of its own."""
+    from benchmarks.store import Plan, measure, report
+
+    plan = Plan(tuple(map(float, megabytes.split(","))), rounds, tuple(codecs.split(",")))
+    report(measure(plan, load_settings().data_dir, " ".join(["prophetkv", *sys.argv[1:]])), out)

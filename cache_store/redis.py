@@ -48,12 +48,16 @@ class RedisStore:
 
     name = "redis"
 
-    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25, budget: int = 0) -> None:
-        """`budget`: nothing is written that would make the server hold more bytes; 0: as its own maxmemory says."""
+    def __init__(self, url: str, layout: KVLayout, timeout: float = 0.25, budget: int = 0, direct: bool = True) -> None:
+        """`budget`: nothing is written that would make the server hold more bytes; 0: as its own maxmemory says.
+
+        `direct`: bulk values over connections of our own where that can be; else redis-py moves them too.
+        """
         self.stats = StoreStats()
         self._layout = layout
         self._timeout = timeout
         self._budget = budget
+        self._direct = direct
         self._server = _Server(url, timeout)
         self._idle: list[tuple[Address, Connection]] = []
         self._lock = threading.Lock()
@@ -131,7 +135,7 @@ class RedisStore:
 
     def _read(self, chunk: Chunk, lengths: list[int], landing: Landing) -> ChunkKV | None:
         names = [_name(chunk.key, index) for index in range(len(lengths))]
-        address = self._server.address(names[0])
+        address = self._server.address(names[0]) if self._direct else None
         if address is not None:
             try:
                 with self._connection(address) as connection:
@@ -159,7 +163,7 @@ class RedisStore:
         """The value with the header goes last: where it is, there is the whole entry."""
         ttl = [] if retention.seconds is None else [b"PX", b"%d" % _milliseconds(retention.seconds)]
         order = list(enumerate(values))[::-1]
-        address = self._server.address(_name(key, 0))
+        address = self._server.address(_name(key, 0)) if self._direct else None
         if address is not None:
             try:
                 with self._connection(address) as connection:

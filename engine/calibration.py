@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore
 from cache_store.keys import digest_fields
+from cache_store.source import HeldChunks
 from engine.base import GenerateRequest, Part, Sampling, Work
 from engine.controller import Controller
 from engine.encode import PrefixCache, encode_chunk
@@ -50,7 +51,7 @@ def _measure(model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], token
     half = tokens // 2
     parts = tuple(Part((), Chunk(f"{at:064x}", drawn[at : at + half])) for at in (0, half))
     run_steps(prefixes.copy_into(prefix, model.new_slots(len(prefix))))
-    source = _Kept()
+    source = HeldChunks({})
     for part in parts:
         work, start = Work(), time.perf_counter()
         source.chunks[part.chunk.key] = run_steps(encode_chunk(model, prefixes, prefix, part.chunk, work=work))
@@ -60,25 +61,6 @@ def _measure(model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], token
         prefill = Prefill(model, source, prefixes, request)
         run_steps(strategy.prefill(prefill))
         yield prefill.usage.work, prefill.device_seconds()
-
-
-class _Kept:
-    """A KVSource of what was encoded a moment ago."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[str, ChunkKV] = {}
-
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        yield from ()
-        return LoadedChunk(self.chunks[chunk.key], "memory")
-
-    compute = load
-
-    def prefetch(self, chunks: Sequence[Chunk]) -> object:
-        return None
-
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        return ["memory"] * len(chunks)
 
 
 def calibrate_tiers(tiers: Sequence[KVStore], layout: KVLayout, controller: Controller) -> None:

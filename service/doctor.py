@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cache_store import entry
 from cache_store.base import Chunk, ChunkKV, KVStore
+from cache_store.codec import CODECS
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
@@ -28,9 +29,11 @@ from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import run_steps
 from engine.model import Model
+from engine.placing import COMPILED
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
 from errors import StoreError
+from service.certificate import certify
 from service.settings import Settings
 
 _CHUNKS, _TOKENS = 4, 128
@@ -55,6 +58,10 @@ class Finding:
 def examine(model: Model, settings: Settings) -> Iterator[Finding]:
     """All findings, one by one as they are made."""
     yield from _identities(model)
+    how = "by the compiled kernel" if COMPILED else "by torch: the package was built without a C compiler"
+    yield Finding("placing chunks on a CPU", None, how)
+    if model.tokenizer is not None:
+        yield from _codecs(model, settings.kv_codec)
     rate = _prefill_rate(model)
     yield Finding("full prefill rate", None, f"{rate:,.0f} tokens/s at {_BENCH_TOKENS} tokens")
     per_token = model.layout.layers * model.layout.layer_bytes(1)
@@ -139,6 +146,13 @@ def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
     return Finding("codec round trip", same, "every byte is the same" if same else "bytes differ")
 
 
+def _codecs(model: Model, configured: str) -> Iterator[Finding]:
+    """What each lossy codec costs; only the configured one can fail."""
+    for found in certify(model, [name for name in CODECS if name != "raw"]):
+        verdict = f"{found}: {'may' if found.passed else 'must not'} be used with this model"
+        yield Finding(f"codec {found.codec}", found.passed if found.codec == configured else None, verdict)
+
+
 def _prefill_rate(model: Model) -> float:
     """Tokens per second of a full prefill."""
     ids = tuple(torch.randint(0, model.vocab_size, (_BENCH_TOKENS,)).tolist())
@@ -157,9 +171,9 @@ def _prefill_rate(model: Model) -> float:
 
 def _tier_rates(model: Model, settings: Settings) -> Iterator[tuple[str, float | StoreError]]:
     """GB/s at which each configured tier gives a chunk back, verified."""
-    layout = model.layout
+    layout = replace(model.layout, codec=settings.kv_codec)
     shape = (2, layout.kv_heads, _BENCH_TOKENS, layout.head_dim)
-    kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)])
+    kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)], layout.codec)
     chunk = Chunk("d0c" + "0" * 61, (0,) * _BENCH_TOKENS)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=settings.data_dir) as folder:

@@ -40,6 +40,7 @@ from retriever.jobs import Jobs
 from retriever.retriever import Retriever, index_signature
 from retriever.uses import Uses
 from service.backlog import Backlog
+from service.certificate import require_certified
 from service.ingest import Ingestor
 from service.metrics import Metrics
 from service.models import resolve_embedder, resolve_language_model
@@ -159,6 +160,8 @@ class Runtime:
         reuses = isinstance(self.model, Model)
         if isinstance(self.model, PlainModel):
             log.warning("every answer is a full prefill: %s", self.model.refused)
+        if isinstance(self.model, Model):
+            require_certified(self.model, settings.kv_codec, settings.data_dir)
         prompt = PromptTemplate(self.model.tokenizer, settings.system_prompt)
         self.space = key_space(self.model.fingerprint, prompt.prefix, TENANT, settings.kv_codec)
         signature = index_signature(tokenizer_digest(folder), settings.chunk_tokens, embedder.digest)

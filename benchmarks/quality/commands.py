@@ -43,7 +43,7 @@ def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
     """Runs a suite into its file and prints its summary. Ends with status 1 when a method failed on a prompt."""
     console = Console(stderr=True)
     source, threads = model_source(options.model)
-    evaluator = Evaluator(source.load(threads), source.name, options.chunk_tokens)
+    evaluator = Evaluator(source.load(threads), source.name, options.chunk_tokens, source.codec)
     methods = parse_methods(split_specs(options.strategies), options.ratios, evaluator.model.layout.layers)
     plan = make_plan(evaluator)
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def model_source(model: str | None) -> tuple[ModelSource, int]:
     settings = load_settings(**({"model": model} if model else {}))
     folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
     name = Path(settings.model).name if Path(settings.model).is_dir() else settings.model
-    return ModelSource(name, folder, settings.device, settings.dtype), settings.threads
+    return ModelSource(name, folder, settings.device, settings.dtype, settings.kv_codec), settings.threads
 
 
 def differences(a: Sequence[Record], b: Sequence[Record]) -> str:

@@ -31,6 +31,7 @@ class ModelSource:
     folder: Path
     device: str
     dtype: str
+    codec: str = "raw"  # how chunk KV is written
 
     def load(self, threads: int = 0) -> Model:
         """Loads the weights. threads: of this process's computations; 0 leaves torch's choice."""
@@ -53,11 +54,12 @@ class Evaluator:
 
     measures: ClassVar[str] = "answers"  # what its records tell of
 
-    def __init__(self, model: Model, name: str, chunk_tokens: int | None) -> None:
+    def __init__(self, model: Model, name: str, chunk_tokens: int | None, codec: str = "raw") -> None:
         """`chunk_tokens` None: every text of a context is a chunk. Raises UnsupportedModel without a chat template."""
         self.model = model
         self.name = name
         self.chunk_tokens = chunk_tokens
+        self.codec = codec
         self.builder = PromptBuilder(model)
         self._device = _device_name(model)
         # Each task has a prefix of its own; a cache holds a few.
@@ -72,6 +74,7 @@ class Evaluator:
             "device": self.model.device.type,
             "chunk_tokens": self.chunk_tokens,
             "measures": self.measures,
+            **({} if self.codec == "raw" else {"codec": self.codec}),
         }
 
     @property
@@ -93,7 +96,7 @@ class Evaluator:
         """The sample's prompt on the model. Raises PromptTooLong when it does not fit."""
         prompt = self.builder(sample, self.chunk_tokens)
         prefixes = self._prefixes.setdefault(prompt.prefix, PrefixCache(self.model))
-        return PromptRun(self.model, prefixes, prompt)
+        return PromptRun(self.model, prefixes, prompt, self.codec)
 
     @torch.inference_mode()
     def records(self, work: Work) -> Iterator[Record]:

@@ -64,11 +64,13 @@ class Reference:
 class PromptRun:
     """One prompt on one model. `full` goes first: the others are compared with it."""
 
-    def __init__(self, model: Model, prefixes: PrefixCache, prompt: Prompt) -> None:
+    def __init__(self, model: Model, prefixes: PrefixCache, prompt: Prompt, codec: str = "raw") -> None:
+        """`codec`: how chunk KV is written."""
         self.model = model
         self.prompt = prompt
         self.reference: Reference | None = None
         self._prefixes = prefixes
+        self._codec = codec
         self._chunks: dict[str, ChunkKV] = {}
         self._unreported: dict[str, float] = {}  # what was spent for all methods: told with the next one
 
@@ -76,7 +78,7 @@ class PromptRun:
         """KVSource.load: a plain store in memory that all methods share."""
         if chunk.key in self._chunks:
             return LoadedChunk(self._chunks[chunk.key], "memory")
-        kv = yield from encode_chunk(self.model, self._prefixes, self.prompt.prefix, chunk)
+        kv = yield from encode_chunk(self.model, self._prefixes, self.prompt.prefix, chunk, self._codec)
         self._chunks[chunk.key] = kv
         return LoadedChunk(kv, "computed")
 

@@ -181,7 +181,7 @@ _evaluator: Evaluator | None = None  # of a worker process
 
 def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
     global _evaluator
-    _evaluator = Evaluator(source.load(threads), source.name, chunk_tokens)
+    _evaluator = Evaluator(source.load(threads), source.name, chunk_tokens, source.codec)
     _evaluator.warm_up()
 
 

@@ -145,3 +145,15 @@ def test_times_and_counts(run: PromptRun) -> None:
     assert full.tokens["recomputed"] == full.tokens["context"]
     assert 0 < second.tokens["recomputed"] < second.tokens["context"]
     assert full.tokens["chunks"] > 2
+
+
+def test_a_codec_is_part_of_a_run_and_shows_in_its_records(evaluator: Evaluator) -> None:
+    packed = Evaluator(evaluator.model, "tiny", CHUNK_TOKENS, "int8")
+    assert packed.settings() == {**evaluator.settings(), "codec": "int8"}
+    found = []
+    for made in (evaluator, packed):
+        run = made.start(sample())
+        run.full()
+        found.append(run.measure(Method("naive")).kl)
+    assert found[0] != found[1]
+    assert found[0] == pytest.approx(found[1], rel=0.1)
