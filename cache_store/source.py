@@ -65,28 +65,6 @@ class ChunkSource:
         return LoadedChunk(computation.result, "computed")
 
 
-class HeldChunks:
-    """A KVSource of chunks that are in memory, by key."""
-
-    def __init__(self, chunks: dict[str, ChunkKV]) -> None:
-        self.chunks = chunks
-
-    def prefetch(self, chunks: Sequence[Chunk]) -> object:
-        """See KVSource.prefetch."""
-        return None
-
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """See KVSource.locate_many."""
-        return ["memory" if chunk.key in self.chunks else None for chunk in chunks]
-
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """See KVSource.load."""
-        yield from ()
-        return LoadedChunk(self.chunks[chunk.key], "memory")
-
-    compute = load
-
-
 class _Computation:
     """A computation of one chunk's KV that several requests may drive, a step at a time."""
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore
+from cache_store.base import Chunk, ChunkKV, HeldChunks, KVLayout, KVStore
 from cache_store.keys import digest_fields
-from cache_store.source import HeldChunks
 from engine.base import GenerateRequest, Part, Sampling, Work
 from engine.controller import Controller
 from engine.encode import PrefixCache, encode_chunk

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cache_store.base import Chunk, ChunkKV
-from cache_store.source import HeldChunks
+from cache_store.base import Chunk, ChunkKV, HeldChunks
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.model import Model, text_encoder
