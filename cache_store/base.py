@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,24 @@ class StoreStats:
     read_bytes: int = 0
     read_seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter. Thread-safe, as all of these."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + amount)
+
+    def hit(self, nbytes: int, seconds: float) -> None:
+        """Counts an entry that was found, and what reading it took."""
+        with self._lock:
+            self.hits += 1
+            self.read_bytes += nbytes
+            self.read_seconds += seconds
+
+    def reject(self, reason: str) -> None:
+        """Counts an entry that was not what its key claims."""
+        with self._lock:
+            self.rejected[reason] += 1
 
 
 @dataclass(frozen=True, slots=True)
