@@ -48,7 +48,7 @@ class Throttled:
             self.stats.misses += 1
             return None
         self._bucket.take(kv.nbytes)
-        self.stats.note_read(kv.nbytes, start)
+        self.stats.hit(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -109,15 +110,27 @@ class StoreStats:
     read_bytes: int = 0
     read_seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _read_until: float = 0.0
 
-    def note_read(self, nbytes: int, start: float) -> None:
-        """A hit: so many bytes, whose reading began at `start` of time.perf_counter() and ends now."""
-        end = time.perf_counter()
-        self.hits += 1
-        self.read_bytes += nbytes
-        self.read_seconds += end - max(start, self._read_until)
-        self._read_until = end
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter. Thread-safe, as all of these."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + amount)
+
+    def hit(self, nbytes: int, start: float) -> None:
+        """Counts an entry that was found, whose reading began at `start` of time.perf_counter() and ends now."""
+        with self._lock:
+            end = time.perf_counter()
+            self.hits += 1
+            self.read_bytes += nbytes
+            self.read_seconds += end - max(start, self._read_until)
+            self._read_until = end
+
+    def reject(self, reason: str) -> None:
+        """Counts an entry that was not what its key claims."""
+        with self._lock:
+            self.rejected[reason] += 1
 
 
 @dataclass(frozen=True, slots=True)

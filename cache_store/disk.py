@@ -47,16 +47,16 @@ class DiskStore:
         except FileNotFoundError:
             if chunk.key in self._ledger:
                 self._strike(chunk.key)
-            self.stats.misses += 1
+            self.stats.count("misses")
             return None
         except CorruptEntry as error:
             self.delete([chunk.key])
-            self.stats.rejected[error.reason] += 1
-            self.stats.misses += 1
+            self.stats.reject(error.reason)
+            self.stats.count("misses")
             return None
         except OSError as error:
             raise self._failed(error) from error
-        self.stats.note_read(kv.nbytes, start)
+        self.stats.hit(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -70,18 +70,18 @@ class DiskStore:
             self.delete([chunk.key, *self._ledger.expired()])
             evicted = self._ledger.admit(chunk.key, size, kv.tokens, retention)
             if evicted is None:
-                self.stats.dropped_writes += 1
+                self.stats.count("dropped_writes")
                 return
             try:
                 self._unlink(evicted)
-                self.stats.evictions += len(evicted)
+                self.stats.count("evictions", len(evicted))
                 self._ledger.resize(chunk.key, self._publish(self._path(chunk.key), pieces))
             except BaseException as error:
                 self._forget(chunk.key)
                 if isinstance(error, OSError):
                     raise self._failed(error) from error
                 raise
-            self.stats.writes += 1
+            self.stats.count("writes")
             self._take_stock()
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
@@ -149,7 +149,7 @@ class DiskStore:
         self.stats.entries, self.stats.nbytes = len(self._ledger), self._ledger.nbytes
 
     def _failed(self, error: OSError) -> StoreUnavailable:
-        self.stats.errors += 1
+        self.stats.count("errors")
         return StoreUnavailable(f"disk tier: {error}")
 
     def _scan(self) -> None:
@@ -162,7 +162,7 @@ class DiskStore:
         for path, size in stored_files(self._folder):
             evicted = self._ledger.admit(path.stem, size, size / token)
             self._unlink([path.stem] if evicted is None else evicted)
-            self.stats.evictions += 1 if evicted is None else len(evicted)
+            self.stats.count("evictions", 1 if evicted is None else len(evicted))
         self._take_stock()
 
 

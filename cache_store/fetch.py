@@ -36,7 +36,8 @@ class Room:
 class Fetch:
     """A chunk that is being looked for: a Landing for the tier that reads, a promise for those who wait.
 
-    `kv` may be read up to the layers that have arrived. `tier` is where it comes from, None when no tier had it, and
+    `kv` may be read up to the layers that have arrived, and never has fewer of them than before, unless no tier has the
+    chunk after all: then it is None. `tier` is where it comes from, None when no tier had it, and
     `faults` what failed on the way; both are final when `over`.
     """
 
@@ -62,8 +63,9 @@ class Fetch:
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """See Landing."""
         with self._changed:
-            self.kv, self._layers = kv, layers
-            self._changed.notify_all()
+            if layers > self._layers:  # else a tier has taken over that is not as far as the one that failed
+                self.kv, self._layers = kv, layers
+                self._changed.notify_all()
 
     def settle(self, kv: ChunkKV | None, tier: str | None, faults: tuple[str, ...]) -> None:
         """Ends the fetch: nothing more will arrive."""

@@ -43,9 +43,9 @@ class MemoryStore:
                 self._remove(chunk.key)
             kv = self._entries.get(chunk.key)
             if kv is None:
-                self.stats.misses += 1
+                self.stats.count("misses")
                 return None
-            self.stats.note_read(kv.nbytes, start)
+            self.stats.hit(kv.nbytes, start)
             return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -60,13 +60,13 @@ class MemoryStore:
             evicted = self._ledger.admit(chunk.key, kv.resident, kv.tokens, retention)
             if evicted is None:
                 self._remove(chunk.key)
-                self.stats.dropped_writes += 1
+                self.stats.count("dropped_writes")
                 return
             for key in evicted:
                 del self._entries[key]
             self._entries[chunk.key] = kv
-            self.stats.evictions += len(evicted)
-            self.stats.writes += 1
+            self.stats.count("evictions", len(evicted))
+            self.stats.count("writes")
             self._take_stock()
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:

@@ -71,13 +71,13 @@ class RedisStore:
             with self._counted():
                 kv = self._read(chunk, lengths, landing)
         except CorruptEntry as error:
-            self.stats.rejected[error.reason] += 1
+            self.stats.reject(error.reason)
             self._ask(partial(_unlink, [_name(chunk.key, index) for index in range(len(lengths))]))
             kv = None
         if kv is None:
-            self.stats.misses += 1
+            self.stats.count("misses")
             return None
-        self.stats.note_read(kv.nbytes, start)
+        self.stats.hit(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -93,7 +93,7 @@ class RedisStore:
         values = _cut(entry.encode(chunk, kv))
         size = entry.entry_bytes(kv.layout, kv.tokens)
         if len(values) > MAX_VALUES or (self._budget and self.used_bytes() + size > self._budget):
-            self.stats.dropped_writes += 1
+            self.stats.count("dropped_writes")
             return
         try:
             with self._counted():
@@ -101,7 +101,7 @@ class RedisStore:
         except BaseException:
             self._remove_remains(chunk.key)
             raise
-        self.stats.writes += 1
+        self.stats.count("writes")
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
         """See KVStore. The server evicts as it likes: nothing can be pinned here."""
@@ -222,7 +222,7 @@ class RedisStore:
         try:
             yield
         except StoreUnavailable:
-            self.stats.errors += 1
+            self.stats.count("errors")
             raise
 
     def _remove_remains(self, key: str) -> None:

@@ -193,11 +193,11 @@ class TieredStore:
                 fetch.faults += (str(error),)
                 continue
             if kv is not None:
-                self.stats.hits += 1
+                self.stats.count("hits")
                 self._store(index, fetch.chunk, kv, KEEP)
                 fetch.settle(kv, tier.name, fetch.faults)
                 return True
-        self.stats.misses += which.stop is None
+        self.stats.count("misses", which.stop is None)
         return False
 
     def _store(self, count: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
@@ -209,7 +209,7 @@ class TieredStore:
                 continue
             with self._changed:
                 if self._pending_bytes and self._pending_bytes + kv.nbytes > self._backlog_bytes:
-                    self.tiers[index].stats.dropped_writes += 1
+                    self.tiers[index].stats.count("dropped_writes")
                     continue
                 self._pending_bytes += kv.nbytes
                 self._jobs.append((kv.nbytes, partial(self._write, index, chunk, kv, retention)))
@@ -221,7 +221,7 @@ class TieredStore:
             with self._writing[index].guard():
                 tier.put(chunk, kv, retention)
         except StoreError as error:
-            tier.stats.dropped_writes += 1
+            tier.stats.count("dropped_writes")
             log.warning("kv tier %s did not take a write: %s", tier.name, error)
 
     def _write_behind(self) -> None:

@@ -133,13 +133,14 @@ class Prefill:
                 continue
             while not arrival.wait(layer, _PATIENCE_SECONDS):
                 yield
-            if arrival.kv is None:
+            kv = arrival.kv
+            if kv is None:
                 self._note(found, -1)
                 computed = yield from self.source.compute(self.request.parts[index].chunk)
                 found = replace(computed, faults=(*arrival.faults, *computed.faults))
                 self._note(found, 1)
             else:
-                found = replace(found, kv=arrival.kv, faults=arrival.faults)  # another tier may have taken over
+                found = replace(found, kv=kv, faults=arrival.faults)  # another tier may have taken over
             self._note_faults(found)
             self._loaded[index] = found
 

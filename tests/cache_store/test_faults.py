@@ -19,8 +19,9 @@ import pytest
 import redis
 
 from cache_store import entry
-from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention
+from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
 from cache_store.disk import DiskStore
+from cache_store.fetch import Fetch
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
@@ -425,3 +426,59 @@ def test_a_store_leaves_no_threads_and_no_open_files(tmp_path: Path, redis_serve
         store.delete([chunk_of(number).key for number in range(5)])
         store.close()
     assert counts() == before
+
+
+def test_a_tier_that_takes_over_never_takes_back_what_has_arrived(tmp_path: Path, redis_server: RedisServer) -> None:
+    """The first fails behind two layers; whoever was told of these still reads them while the second catches up."""
+    seen: list[bool] = []
+
+    class Failing(DiskStore):
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+            return super().get(chunk, _Watched(landing, fail_at=2))
+
+    class Following(RedisStore):
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+            return super().get(chunk, _Watched(landing, fail_at=99))
+
+    class _Watched:
+        def __init__(self, landing: Landing, fail_at: int) -> None:
+            self._landing = landing
+            self._fail_at = fail_at
+
+        def buffer(self, nbytes: int) -> Any:
+            return self._landing.buffer(nbytes).zero_()
+
+        def arrived(self, kv: ChunkKV, layers: int) -> None:
+            self._landing.arrived(kv, layers)
+            for layer in range(3):
+                if fetch.wait(layer, 0):
+                    assert fetch.kv is not None
+                    seen.append(bool((fetch.kv.blocks[layer] == kv_of(1).blocks[layer]).all()))
+            if layers == self._fail_at:
+                raise StoreUnavailable("disk tier: it burns")
+
+    disk, far = Failing(tmp_path, LAYOUT, 1 << 20), Following(redis_server.url, LAYOUT)
+    for tier in (disk, far):
+        tier.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk, far])
+    fetch = Fetch(chunk_of(1), store.room, pinned=False)
+    assert store._search(fetch, slice(1, None))
+    assert (fetch.tier, fetch.faults) == ("redis", ("disk tier: it burns",))
+    assert len(seen) == 1 + 2 + 2 + 2 + 3
+    assert all(seen)
+    store.close()
+
+
+def test_counts_are_right_whoever_counts() -> None:
+    stats = StoreStats()
+
+    def count() -> None:
+        for _ in range(5000):
+            stats.hit(2, time.perf_counter())
+            stats.count("misses")
+            stats.reject("a")
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(count)
+    assert (stats.hits, stats.read_bytes, stats.misses, stats.rejected["a"]) == (40_000, 80_000, 40_000, 40_000)
