@@ -130,10 +130,13 @@ def models(fetch: Annotated[str | None, typer.Option(help="fetch and convert thi
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    codecs: Annotated[bool, typer.Option(help="also what every lossy codec costs this model; takes minutes")] = False,
+) -> None:
     """Test the configured model and measure this machine: is reuse correct and does it pay here?"""
     settings = _settings()
     _log_to_stderr(settings)
+    from cache_store.codec import CODECS
     from engine.model import load_model
     from engine.plain import PlainModel
     from service.doctor import examine
@@ -149,7 +152,7 @@ def doctor() -> None:
         raise typer.Exit(1)
     console.print(f"{settings.model} on {model.device} in {str(model.dtype).removeprefix('torch.')}")
     failed = 0
-    for finding in examine(model, settings):
+    for finding in examine(model, settings, tuple(CODECS) if codecs else ()):
         mark = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "    "}[finding.passed]
         console.print(f"{mark} {finding.what}: {finding.detail}", highlight=False)
         failed += finding.passed is False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cache_store import entry
 from cache_store.base import Chunk, ChunkKV, KVStore
-from cache_store.codec import CODECS
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
@@ -55,13 +54,14 @@ class Finding:
 
 
 @torch.inference_mode()
-def examine(model: Model, settings: Settings) -> Iterator[Finding]:
-    """All findings, one by one as they are made."""
+def examine(model: Model, settings: Settings, codecs: Sequence[str] = ()) -> Iterator[Finding]:
+    """All findings, one by one as they are made. `codecs`: what these would cost, beside the configured one."""
     yield from _identities(model)
     how = "by the compiled kernel" if COMPILED else "by torch: the package was built without a C compiler"
     yield Finding("placing chunks on a CPU", None, how)
-    if model.tokenizer is not None:
-        yield from _codecs(model, settings.kv_codec)
+    wanted = sorted({settings.kv_codec, *codecs} - {"raw"})
+    if wanted and model.tokenizer is not None:
+        yield from _codecs(model, wanted, settings.kv_codec)
     rate = _prefill_rate(model)
     yield Finding("full prefill rate", None, f"{rate:,.0f} tokens/s at {_BENCH_TOKENS} tokens")
     per_token = model.layout.layers * model.layout.layer_bytes(1)
@@ -146,9 +146,9 @@ def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
     return Finding("codec round trip", same, "every byte is the same" if same else "bytes differ")
 
 
-def _codecs(model: Model, configured: str) -> Iterator[Finding]:
-    """What each lossy codec costs; only the configured one can fail."""
-    for found in certify(model, [name for name in CODECS if name != "raw"]):
+def _codecs(model: Model, codecs: Sequence[str], configured: str) -> Iterator[Finding]:
+    """What lossy codecs cost; only the configured one can fail."""
+    for found in certify(model, codecs):
         verdict = f"{found}: {'may' if found.passed else 'must not'} be used with this model"
         yield Finding(f"codec {found.codec}", found.passed if found.codec == configured else None, verdict)
 
