@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from errors import ConfigError, InvalidInput
-from service.retention import parse_rules
 
 PREFIX = "PROPHETKV_"
 _ENV_FILE = ".env"
@@ -101,6 +100,10 @@ class Settings(BaseSettings):
     @field_validator("kv_retention")
     @classmethod
     def _retention_rules(cls, value: str) -> str:
+        if not value:
+            return value
+        from service.retention import parse_rules  # here, for it brings torch: seconds that most commands need not wait
+
         try:
             parse_rules(value)
         except InvalidInput as error:
