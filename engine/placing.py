@@ -28,7 +28,8 @@ def place(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tensor, value
 
     cos, sin: fp32 [tokens, at most head_dim / 2], of the angles of the chunk's positions; K is turned in fp32.
     """
-    (place_compiled if COMPILED else place_plain)(kv, layer, cos, sin, keys, values)
+    compiled = COMPILED and {kv.layout.dtype, keys.dtype} <= _DTYPES.keys()
+    (place_compiled if compiled else place_plain)(kv, layer, cos, sin, keys, values)
 
 
 def place_plain(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -45,7 +45,7 @@ def test_methods_become_strategies() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("profet", "unknown strategy 'profet'; there are full,"),
+        ("profet", "unknown strategy 'profet'; there are auto, full,"),
         ("prophetkv:ratio=2", r"strategy\.ratio"),
         ("prophetkv:smooth=2", "odd"),
         ("prophetkv:ratio", "'ratio' is not of the form option=value"),
