@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import conditions, paired_ratio, write
+from benchmarks.report import conditions, paired_ratio, publish
 from benchmarks.throttle import Throttled
 from benchmarks.ttft import SUFFIX_TOKENS, Run, first_token, request_maker
 from cache_store.base import Chunk, ChunkKV, KVSource, LoadedChunk
@@ -208,19 +208,14 @@ def _summed_up(cell: Cell) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Writes the result as JSON to `out`, as a table beside it, and as a plot when matplotlib is installed."""
-    write(out, result)
-    table = markdown(result)
-    out.with_suffix(".md").write_text(table)
-    print(table)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no plot: install the extra `bench`")
-        return
-    from benchmarks.plots import plot_balance
+    """See benchmarks.report.publish."""
 
-    plot_balance(result, out.with_suffix(".png"))
+    def plot() -> None:
+        from benchmarks.plots import plot_balance
+
+        plot_balance(result, out.with_suffix(".png"))
+
+    publish(result, out, markdown(result), plot)
 
 
 _INTRODUCTION = """# `auto` on emulated media: {model} in {dtype}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +53,19 @@ def write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(text)
+
+
+def publish(result: dict[str, Any], out: Path, table: str, plot: Callable[[], None]) -> None:
+    """The result as JSON at `out`, its table as Markdown beside it, and plots there when matplotlib is installed."""
+    write(out, result)
+    out.with_suffix(".md").write_text(table)
+    print(table)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no plots: install the extra `bench`")
+        return
+    plot()
 
 
 def cpu_name() -> str:

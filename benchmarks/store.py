@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from benchmarks.report import conditions, paired_ratio, write
+from benchmarks.report import conditions, paired_ratio, publish
 from cache_store import entry
 from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore
 from cache_store.codec import CODECS
@@ -328,19 +328,14 @@ def _resident() -> int:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Writes the result as JSON to `out`, as tables beside it, and as a plot when matplotlib is installed."""
-    write(out, result)
-    table = markdown(result)
-    out.with_suffix(".md").write_text(table)
-    print(table)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no plots: install the extra `bench`")
-        return
-    from benchmarks.store_plots import plot_rates
+    """See benchmarks.report.publish."""
 
-    plot_rates(result, out.with_suffix(".png"))
+    def plot() -> None:
+        from benchmarks.store_plots import plot_rates
+
+        plot_rates(result, out.with_suffix(".png"))
+
+    publish(result, out, markdown(result), plot)
 
 
 def markdown(result: dict[str, Any]) -> str:

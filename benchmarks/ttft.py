@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.quality.haystack import read_sentences
-from benchmarks.report import conditions, paired_ratio, write
+from benchmarks.report import conditions, paired_ratio, publish
 from cache_store.base import Chunk, KVSource, KVStore
 from cache_store.disk import DiskStore
 from cache_store.keys import chunk_key, tokens_digest
@@ -271,20 +271,15 @@ def _summed_up(
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Writes the result as JSON to `out`, as a table beside it, and as plots when matplotlib is installed."""
-    write(out, result)
-    table = markdown(result)
-    out.with_suffix(".md").write_text(table)
-    print(table)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no plots: install the extra `bench`")
-        return
-    from benchmarks.plots import plot_phases, plot_speed_up
+    """See benchmarks.report.publish."""
 
-    plot_phases(result, out.with_name(f"{out.stem}-phases.png"))
-    plot_speed_up(result, out.with_name(f"{out.stem}-speed-up.png"))
+    def plot() -> None:
+        from benchmarks.plots import plot_phases, plot_speed_up
+
+        plot_phases(result, out.with_name(f"{out.stem}-phases.png"))
+        plot_speed_up(result, out.with_name(f"{out.stem}-speed-up.png"))
+
+    publish(result, out, markdown(result), plot)
 
 
 def markdown(result: dict[str, Any]) -> str:
