@@ -57,7 +57,7 @@ Way = Callable[[], None]
 def measure(plan: Plan, folder: Path, command: str) -> dict[str, Any]:
     """Everything, in about a minute. `folder`: on the disk to be measured. Raises ConfigError without redis-server."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place, _redis(Path(place)) as urls:
+    with tempfile.TemporaryDirectory(dir=folder.resolve()) as place, _redis(Path(place)) as urls:
         told: dict[str, Any] = {"command": command, "conditions": conditions(), "goals": GOALS}
         told["memory"] = [
             _memory(codec, dtype, plan) for codec in plan.codecs for dtype in (torch.float32, torch.bfloat16)
@@ -251,6 +251,8 @@ def _redis(folder: Path) -> Iterator[dict[str, str]]:
     process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL, cwd=folder)
     try:
         while not path.exists():
+            if process.poll() is not None:
+                raise ConfigError(f"redis-server does not start below {folder}")
             time.sleep(0.02)
         yield {"unix": f"unix://{path}", "tcp": f"redis://127.0.0.1:{port}"}
     finally:

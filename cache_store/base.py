@@ -46,18 +46,12 @@ class KVLayout:
 class ChunkKV:
     """One chunk's KV as it is kept: per layer a block, uint8 [layout.block_bytes(tokens)]; K carries no position.
 
-    Never written to after construction: a request copies into its own slots. `resident` is the memory that the blocks
-    keep alive, which is more than they measure when they are views of an entry with its header and padding.
+    Never written to after construction: a request copies into its own slots.
     """
 
     layout: KVLayout
     tokens: int
     blocks: tuple[Tensor, ...]
-    resident: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in self.blocks}
-        object.__setattr__(self, "resident", sum(storages.values()))
 
     @classmethod
     def pack(cls, layers: Sequence[Tensor], codec: str = "raw") -> ChunkKV:
@@ -75,6 +69,12 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def resident(self) -> int:
+        """Memory that the blocks keep alive: more than they measure when they are views of a padded entry."""
+        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in self.blocks}
+        return sum(storages.values())
 
     def layer(self, index: int) -> Tensor:
         """A layer's K and V, [2, kv_heads, tokens, head_dim]: a view in the model's dtype for raw, else new, fp32."""

@@ -104,7 +104,7 @@ class Connection:
         view[:done] = self._buffer[self._start : self._start + done]
         self._start += done
         while done < len(view):
-            done += self._receive(view[done:], socket.MSG_WAITALL)
+            done += self._receive(view[done:])
 
     def read_end(self) -> None:
         """Takes the end of a bulk reply."""

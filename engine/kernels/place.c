@@ -33,53 +33,28 @@ INLINE uint32_t to_bits(float value) {
 }
 
 INLINE uint16_t to_bf16(float value) {
-    uint32_t bits = to_bits(value);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)(value != value ? 0x7fc0 : rounded);
+    const uint32_t bits = to_bits(value), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const uint32_t nan = (bits & 0x7fffffff) > 0x7f800000 ? 0xffffffff : 0;
+    return (uint16_t)((rounded & ~nan) | (0x7fc0 & nan));
 }
 
-/* `count` elements from element `at` on, each with its scale and minimum where the kind has them. */
-INLINE void decode(float *restrict row, int kind, const uint8_t *restrict data, int64_t at, int count,
-                   const float *restrict scales, const float *restrict mins) {
+/* Element `at`, with the scale and the minimum that belong to it where the kind has them. */
+INLINE float element(int kind, const uint8_t *restrict data, int64_t at, float scale, float least) {
     switch (kind) {
-    case F32:
-        memcpy(row, data + 4 * at, 4 * (size_t)count);
-        break;
-    case F16: {
-        const _Float16 *source = (const _Float16 *)data + at;
-        for (int i = 0; i < count; i++) row[i] = (float)source[i];
-        break;
-    }
-    case BF16: {
-        const uint16_t *source = (const uint16_t *)data + at;
-        for (int i = 0; i < count; i++) row[i] = from_bits((uint32_t)source[i] << 16);
-        break;
-    }
-    case INT8: {
-        const int8_t *source = (const int8_t *)data + at;
-        for (int i = 0; i < count; i++) row[i] = (float)source[i] * scales[i];
-        break;
-    }
-    case FP8:
-        for (int i = 0; i < count; i++) row[i] = fp8_values[data[at + i]] * scales[i];
-        break;
-    default:
-        for (int i = 0; i < count; i++) {
-            uint8_t pair = data[(at + i) / 2];
-            row[i] = (float)(i & 1 ? pair >> 4 : pair & 15) * scales[i] + mins[i];
-        }
+    case F32: return ((const float *)data)[at];
+    case F16: return (float)((const _Float16 *)data)[at];
+    case BF16: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
+    case INT8: return (float)((const int8_t *)data)[at] * scale;
+    case FP8: return fp8_values[data[at]] * scale;
+    default: return (float)(at & 1 ? data[at / 2] >> 4 : data[at / 2] & 15) * scale + least;
     }
 }
 
-INLINE void store(uint8_t *restrict slots, int kind, int64_t at, const float *restrict row, int count) {
-    if (kind == F32) {
-        memcpy(slots + 4 * at, row, 4 * (size_t)count);
-    } else if (kind == F16) {
-        _Float16 *target = (_Float16 *)slots + at;
-        for (int i = 0; i < count; i++) target[i] = (_Float16)row[i];
-    } else {
-        uint16_t *target = (uint16_t *)slots + at;
-        for (int i = 0; i < count; i++) target[i] = to_bf16(row[i]);
+INLINE void put(int kind, uint8_t *restrict slots, int64_t at, float value) {
+    switch (kind) {
+    case F32: ((float *)slots)[at] = value; break;
+    case F16: ((_Float16 *)slots)[at] = (_Float16)value; break;
+    default: ((uint16_t *)slots)[at] = to_bf16(value);
     }
 }
 
@@ -96,45 +71,64 @@ INLINE void spread(float *restrict out, const _Float16 *restrict values, int cou
     for (int i = 0; i < count; i++) out[i] = (float)values[i / repeat];
 }
 
-INLINE void place_as(const Job *job, int kind, int slot_kind) {
-    const int dim = job->head_dim, half = job->half, tokens = job->tokens;
-    const int k_groups = (tokens + GROUP - 1) / GROUP, v_groups = (dim + GROUP - 1) / GROUP;
-    float k_scales[MAX_DIM], k_mins[MAX_DIM], v_scales[MAX_DIM], v_mins[MAX_DIM], row[MAX_DIM], turned[MAX_DIM];
-    for (int head = 0; head < job->kv_heads; head++) {
-        for (int token = 0; token < tokens; token++) {
-            const int64_t at = ((int64_t)head * tokens + token) * dim;
-            const int64_t to = head * job->head_stride + (int64_t)token * dim;
-            if (kind == INT8 || kind == FP8) {
-                if (token == 0) memcpy(k_scales, (const float *)job->k_scales + (int64_t)head * dim, 4 * (size_t)dim);
-                const float scale = ((const float *)job->v_scales)[(int64_t)head * tokens + token];
-                for (int i = 0; i < dim; i++) v_scales[i] = scale;
-            } else if (kind == INT4) {
-                if (token % GROUP == 0) {
-                    const int64_t group = ((int64_t)head * k_groups + token / GROUP) * dim;
-                    spread(k_scales, (const _Float16 *)job->k_scales + group, dim, 1);
-                    spread(k_mins, (const _Float16 *)job->k_mins + group, dim, 1);
-                }
-                const int64_t group = ((int64_t)head * tokens + token) * v_groups;
-                spread(v_scales, (const _Float16 *)job->v_scales + group, dim, GROUP);
-                spread(v_mins, (const _Float16 *)job->v_mins + group, dim, GROUP);
-            }
-            decode(row, kind, job->k, at, dim, k_scales, k_mins);
-            const float *cosine = job->cos + (int64_t)token * half, *sine = job->sin + (int64_t)token * half;
-            for (int i = 0; i < half; i++) {
-                const float low = row[i], high = row[half + i];
-                turned[i] = low * cosine[i] - high * sine[i];
-                turned[half + i] = high * cosine[i] + low * sine[i];
-            }
-            for (int i = 2 * half; i < dim; i++) turned[i] = row[i];
-            store(job->keys, slot_kind, to, turned, dim);
-            if (kind == slot_kind) { /* V as it is */
-                const int size = kind == F32 ? 4 : 2;
-                memcpy(job->values + size * to, job->v + size * at, (size_t)size * dim);
-                continue;
-            }
-            decode(row, kind, job->v, at, dim, v_scales, v_mins);
-            store(job->values, slot_kind, to, row, dim);
+INLINE void turn_row(int kind, int slot_kind, const uint8_t *restrict k, int64_t at, uint8_t *restrict keys, int64_t to,
+                     const float *restrict cosine, const float *restrict sine, const float *restrict scales,
+                     const float *restrict mins, int half) {
+    for (int i = 0; i < half; i++) {
+        const float low = element(kind, k, at + i, scales[i], mins[i]);
+        const float high = element(kind, k, at + half + i, scales[half + i], mins[half + i]);
+        put(slot_kind, keys, to + i, low * cosine[i] - high * sine[i]);
+        put(slot_kind, keys, to + half + i, high * cosine[i] + low * sine[i]);
+    }
+}
+
+INLINE void place_keys(const Job *job, int kind, int slot_kind, int head, int half) {
+    const int dim = job->head_dim, groups = (job->tokens + GROUP - 1) / GROUP;
+    float scales[MAX_DIM], mins[MAX_DIM];
+    if (kind == INT8 || kind == FP8) memcpy(scales, (const float *)job->k_scales + (int64_t)head * dim, 4 * (size_t)dim);
+    for (int token = 0; token < job->tokens; token++) {
+        if (kind == INT4 && token % GROUP == 0) {
+            const int64_t group = ((int64_t)head * groups + token / GROUP) * dim;
+            spread(scales, (const _Float16 *)job->k_scales + group, dim, 1);
+            spread(mins, (const _Float16 *)job->k_mins + group, dim, 1);
         }
+        const int64_t at = ((int64_t)head * job->tokens + token) * dim;
+        const int64_t to = head * job->head_stride + (int64_t)token * dim;
+        const int64_t angle = (int64_t)token * half;
+        turn_row(kind, slot_kind, job->k, at, job->keys, to, job->cos + angle, job->sin + angle, scales, mins, half);
+        for (int i = 2 * half; i < dim; i++)
+            put(slot_kind, job->keys, to + i, element(kind, job->k, at + i, scales[i], mins[i]));
+    }
+}
+
+INLINE void place_values(const Job *job, int kind, int slot_kind, int head) {
+    const int dim = job->head_dim, groups = (dim + GROUP - 1) / GROUP;
+    const int64_t first = (int64_t)head * job->tokens * dim, target = head * job->head_stride;
+    if (kind == slot_kind) { /* as they are */
+        const int64_t size = kind == F32 ? 4 : 2;
+        memcpy(job->values + size * target, job->v + size * first, (size_t)(size * job->tokens * dim));
+        return;
+    }
+    float scales[MAX_DIM], mins[MAX_DIM];
+    for (int token = 0; token < job->tokens; token++) {
+        const int64_t row = (int64_t)head * job->tokens + token, at = row * dim, to = target + (int64_t)token * dim;
+        if (kind == INT4) {
+            spread(scales, (const _Float16 *)job->v_scales + row * groups, dim, GROUP);
+            spread(mins, (const _Float16 *)job->v_mins + row * groups, dim, GROUP);
+            for (int i = 0; i < dim; i++)
+                put(slot_kind, job->values, to + i, element(kind, job->v, at + i, scales[i], mins[i]));
+        } else {
+            const float scale = kind == INT8 || kind == FP8 ? ((const float *)job->v_scales)[row] : 1.0f;
+            for (int i = 0; i < dim; i++)
+                put(slot_kind, job->values, to + i, element(kind, job->v, at + i, scale, 0.0f));
+        }
+    }
+}
+
+INLINE void place_as(const Job *job, int kind, int slot_kind) {
+    for (int head = 0; head < job->kv_heads; head++) {
+        place_keys(job, kind, slot_kind, head, job->half);
+        place_values(job, kind, slot_kind, head);
     }
 }
 
