@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.nn import functional
 from cache_store.base import Chunk, ChunkKV, HeldChunks
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
+from engine.forward import run_steps
 from engine.model import Model, text_encoder
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
@@ -29,8 +29,6 @@ from engine.strategies.base import recompute_budget, top_tokens
 from errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_KL = 0.01  # nats a row, mean
 MIN_OVERLAP = 0.9  # of the tokens that Stage I chooses
@@ -80,7 +78,7 @@ def certify(model: Model, codecs: Sequence[str]) -> list[Certificate]:
     for number in range(_PROMPTS):
         request = _request(model, number)
         prefixes = PrefixCache(model)
-        chunks = {part.chunk.key: _drive(encode_chunk(model, prefixes, (), part.chunk)) for part in request.parts}
+        chunks = {part.chunk.key: run_steps(encode_chunk(model, prefixes, (), part.chunk)) for part in request.parts}
         chosen, logits = _measured(model, prefixes, request, chunks)
         for codec, total in sums.items():
             packed = {
@@ -100,11 +98,11 @@ def _measured(
 ) -> tuple[Tensor, Tensor]:
     """The tokens that Stage I chooses, and fp32 [suffix, vocab] logits behind Stage II."""
     prefill = Prefill(model, HeldChunks(chunks), prefixes, request)
-    _drive(prefill.assemble())
-    scores = _drive(prefill.probe(range(model.layout.layers), prefill.layout.suffix))
+    run_steps(prefill.assemble())
+    scores = run_steps(prefill.probe(range(model.layout.layers), prefill.layout.suffix))
     chosen = top_tokens(scores, recompute_budget(_RATIO, len(prefill.layout.context)))
     rows = torch.cat((prefill.layout.context[chosen], prefill.layout.fresh)).sort().values
-    return chosen, _drive(prefill.start(rows).finish_all())[-_QUESTION_TOKENS:]
+    return chosen, run_steps(prefill.start(rows).finish_all())[-_QUESTION_TOKENS:]
 
 
 def _request(model: Model, number: int) -> GenerateRequest:
@@ -154,12 +152,3 @@ def _known(folder: Path) -> dict[str, dict[str, float]]:
 
 def _name(model: Model, codec: str) -> str:
     return f"{model.fingerprint} {codec} {_METHOD}"
-
-
-def _drive(steps: Generator[object, None, T]) -> T:
-    """Drives a generator to its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ from transformers import (
 from cache_store.base import Chunk, ChunkKV, LoadedChunk
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
+from engine.forward import run_steps
 from engine.model import Model
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
-
-T = TypeVar("T")
 
 VOCAB = 97
 _SHAPE: dict[str, Any] = {
@@ -125,13 +124,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copy(source / name, folder / name)
 
 
-def run(steps: Generator[object, None, T]) -> T:
-    """Drives a generator to its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+run = run_steps
 
 
 def draw(count: int, seed: int, vocab: int = VOCAB) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +56,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisSer
     made = makers[request.param]()
     yield made
     made.close()
+
+
+def interleaved(loads: list[Generator[None, None, Any]]) -> list[Any]:
+    """Drives all in turn, as the device thread does."""
+    results = []
+    while loads:
+        for load in list(loads):
+            try:
+                next(load)
+            except StopIteration as stop:
+                results.append(stop.value)
+                loads.remove(load)
+    return results

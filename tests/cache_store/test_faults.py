@@ -27,7 +27,7 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from errors import StoreUnavailable
-from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same, whole
+from tests.cache_store.conftest import LAYOUT, chunk_of, interleaved, kv_of, same, whole
 from tests.conftest import RedisServer
 from tests.tiny import run
 
@@ -267,19 +267,6 @@ class Gated(DiskStore):
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         self._gate.wait()
         return super().get(chunk, landing)
-
-
-def interleaved(loads: list[Generator[None, None, Any]]) -> list[Any]:
-    """Drives all in turn, as the device thread does."""
-    results = []
-    while loads:
-        for load in list(loads):
-            try:
-                next(load)
-            except StopIteration as stop:
-                results.append(stop.value)
-                loads.remove(load)
-    return results
 
 
 @pytest.mark.parametrize("stored", [False, True])

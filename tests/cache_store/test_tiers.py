@@ -18,7 +18,7 @@ from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from errors import StoreUnavailable
-from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same, whole
+from tests.cache_store.conftest import LAYOUT, chunk_of, interleaved, kv_of, same, whole
 from tests.conftest import RedisServer
 from tests.tiny import run
 
@@ -261,15 +261,7 @@ def test_interleaved_loads_share_one_computation() -> None:
     encoder = Encoder()
     store = TieredStore([MemoryStore(0)])  # keeps nothing: only the shared computation can help
     source = ChunkSource(store, encoder)
-    loads = [source.load(chunk_of(1)) for _ in range(100)]
-    results = []
-    while loads:
-        for load in list(loads):
-            try:
-                next(load)
-            except StopIteration as stop:
-                results.append(stop.value)
-                loads.remove(load)
+    results = interleaved([source.load(chunk_of(1)) for _ in range(100)])
     assert encoder.started == 1
     assert all(same(whole(result), kv_of(1)) for result in results)
     store.close()
