@@ -123,7 +123,7 @@ def attend(
         out, lse = None, None
         if block.low > block.begin:
             seen = slice(block.begin, block.low)
-            out, lse = _partial(part, key[:, :, seen], value[:, :, seen], scaling, softcap=softcap)
+            out, lse = _unmasked(part, key[:, :, seen], value[:, :, seen], scaling, softcap)
         if block.mask is not None:
             tail = slice(block.low, block.high)
             tail_out, tail_lse = _partial(
@@ -142,6 +142,15 @@ def attend(
     if len(outputs) == 1:
         return outputs[0], sums[0]
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def _unmasked(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over keys that every row sees: with a GQA group's heads below each other a key serves more rows."""
+    packed = query.reshape(1, key.shape[1], -1, query.shape[-1])
+    out, lse = _partial(packed, key, value, scaling, softcap=softcap)
+    return out.reshape(query.shape), lse.reshape(query.shape[:-1])
 
 
 def _partial(
