@@ -75,7 +75,7 @@ class _Computing:
 
     compute = load
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
         """See KVSource.locate_many."""
         return self._source.locate_many(chunks)
 

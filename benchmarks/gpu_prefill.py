@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import Clock, synchronize
 from benchmarks.report import paired_ratio
-from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, HeldChunks
 from engine.base import GenerateRequest, Part, Sampling, Usage
 from engine.encode import PrefixCache
 from engine.forward import ForwardPass, Steps
@@ -66,27 +66,9 @@ def run_strategy(prefill: Prefill) -> Steps:
     return prefill.request.strategy.prefill(prefill)
 
 
-class _Store:
-    """Random chunk KV of one kind of memory: a KVSource."""
-
-    def __init__(self, pool: Tensor) -> None:
-        """`pool`: [chunks, layers, 2, kv_heads, tokens, head_dim]."""
-        self._pool = pool
-
-    def prefetch(self, chunks: Sequence[Chunk]) -> object:
-        """KVSource.prefetch: everything is there."""
-        return None
-
-    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        """KVSource.compute."""
-        return (yield from self.load(chunk))
-
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
-        yield from ()
-        return LoadedChunk(ChunkKV.pack(self._pool[int(chunk.key, 16)].unbind()), "memory")
-
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        return ["memory"] * len(chunks)
+def _held(pool: Tensor) -> HeldChunks:
+    """`pool`: [chunks, layers, 2, kv_heads, tokens, head_dim], of which the chunks' KV are views."""
+    return HeldChunks({f"{index:064x}": ChunkKV.pack(kv.unbind()) for index, kv in enumerate(pool)})
 
 
 class Prefills:
@@ -98,9 +80,9 @@ class Prefills:
         layout, chunks = model.layout, max(plan.lengths) // plan.chunk
         shape = (chunks, layout.layers, 2, layout.kv_heads, plan.chunk, layout.head_dim)
         pool = torch.randn(shape, dtype=model.dtype, device=model.device)
-        self._stores = {"device": _Store(pool)}
+        self._stores = {"device": _held(pool)}
         if model.device.type == "cuda":
-            self._stores["pinned"] = _Store(torch.empty_like(pool, device="cpu", pin_memory=True).copy_(pool))
+            self._stores["pinned"] = _held(torch.empty_like(pool, device="cpu", pin_memory=True).copy_(pool))
 
     def measure(self, name: str, clock: Clock, until: float) -> list[dict[str, Any]]:
         """A result a length and contestant, up to the share `until` of the time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -16,20 +17,26 @@ class TokenBucket:
         self._rate = rate
         self._burst = self._left = rate * 0.01
         self._then = time.monotonic()
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
-        """Waits until so many bytes may pass."""
+        """Waits until so many bytes may pass. Thread-safe: those who wait share the rate."""
         if self._rate == float("inf"):
             return
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._then) * self._rate) - nbytes
-        self._then = now
-        if self._left < 0:
-            time.sleep(-self._left / self._rate)
+        with self._lock:
+            now = time.monotonic()
+            self._left = min(self._burst, self._left + (now - self._then) * self._rate) - nbytes
+            self._then = now
+            wait = -self._left / self._rate
+        if wait > 0:
+            time.sleep(wait)
 
 
 class Throttled:
-    """A tier behind a token bucket. Only `held` is visible, and once it is frozen writes are dropped."""
+    """A tier behind a token bucket, which gives an entry layer by layer as media do.
+
+    Only `held` is visible, and once it is frozen writes are dropped.
+    """
 
     name = "disk"
 
@@ -47,7 +54,9 @@ class Throttled:
         if kv is None:
             self.stats.misses += 1
             return None
-        self._bucket.take(kv.nbytes)
+        for layer, block in enumerate(kv.blocks, start=1):
+            self._bucket.take(block.nbytes)
+            landing.arrived(kv, layer)
         self.stats.hit(kv.nbytes, start)
         return kv
 

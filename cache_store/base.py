@@ -243,8 +243,11 @@ class KVSource(Protocol):
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """The same without asking the tiers, for a chunk that is computed faster than read, or whose tier failed."""
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """The name of the tier that each chunk would come from now, without loading it; None where none holds it."""
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
+        """The name of the tier that each chunk would come from now, without loading it; None where none holds it.
+
+        And what failed on the way: a tier that cannot be asked holds nothing.
+        """
 
 
 class HeldChunks:
@@ -257,9 +260,9 @@ class HeldChunks:
         """See KVSource.prefetch."""
         return None
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
         """See KVSource.locate_many."""
-        return ["memory" if chunk.key in self.chunks else None for chunk in chunks]
+        return ["memory" if chunk.key in self.chunks else None for chunk in chunks], ()
 
     def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.load."""

@@ -55,7 +55,8 @@ class Prefetcher:
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, owner: str, chunks: Sequence[Chunk], choosy: bool) -> None:
-        for chunk, place in zip(chunks, self._store.locate_many(chunks), strict=True):
+        places, _ = self._store.locate_many(chunks)
+        for chunk, place in zip(chunks, places, strict=True):
             if place is None:
                 continue
             if not choosy or self._worth(chunk, place):

@@ -40,9 +40,12 @@ class ChunkSource:
         computed = yield from self.compute(chunk)
         return LoadedChunk(computed.kv, computed.tier, found.faults)
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """See KVSource.locate_many."""
-        return self._store.locate_many(chunks)
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
+        """See KVSource.locate_many. What no tier holds counts as a miss of each: it will be computed, not asked for."""
+        places, faults = self._store.locate_many(chunks)
+        for store in (self._store, *self._store.tiers):
+            store.stats.count("misses", places.count(None))
+        return places, faults
 
     def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
         """See KVSource.compute. The result is in the store, or on its way there."""

@@ -81,11 +81,12 @@ class TieredStore:
 
     def locate(self, chunk: Chunk) -> str | None:
         """The name of the first tier that holds the chunk, without loading it; a tier that fails holds nothing."""
-        return self.locate_many([chunk])[0]
+        return self.locate_many([chunk])[0][0]
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
-        """`locate` of each chunk, with one question to each tier."""
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
+        """`locate` of each chunk, with one question to each tier, and what failed."""
         found: list[str | None] = [None] * len(chunks)
+        faults: tuple[str, ...] = ()
         for tier, breaker in zip(self.tiers, self._reading, strict=True):
             missing = [index for index, name in enumerate(found) if name is None]
             if not missing:
@@ -95,13 +96,14 @@ class TieredStore:
                     held = tier.holds([chunks[index] for index in missing])
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
+                faults += (str(error),)
                 continue
             for index, here in zip(missing, held, strict=True):
                 found[index] = tier.name if here else None
-        return found
+        return found, faults
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
-        return [name is not None for name in self.locate_many(chunks)]
+        return [name is not None for name in self.locate_many(chunks)[0]]
 
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         return self.lookup(chunk).kv

@@ -75,6 +75,8 @@ def calibrate_tiers(tiers: Sequence[KVStore], layout: KVLayout, controller: Cont
                 kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)], layout.codec)
                 chunk = Chunk(digest_fields("calibration", str(tokens)), (0,) * tokens)
                 tier.put(chunk, kv)
+                if tier.holds([chunk]) == [False]:
+                    break  # there is no room for it
                 for _ in range(2):  # the second finds code and connection warm
                     start = time.perf_counter()
                     if tier.get(chunk) is None:

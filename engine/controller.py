@@ -152,9 +152,10 @@ def _stages(
     fresh_pairs = int((layout.fresh + 1).sum())
     first, second = Work(turned=context * token_bytes), Work()
     if 0 < budget < context:
-        first.add(fresh, fresh_pairs, layers=layers[-1])
-        first.add_kv(fresh, fresh_pairs)
-        first.scored += len(layers) * int((layout.fresh[-scoring:] + 1).sum())
+        suffix_pairs = int((layout.suffix + 1).sum())
+        first.add(len(layout.suffix), suffix_pairs, layers=layers[-1])
+        first.add_kv(len(layout.suffix), suffix_pairs)
+        first.scored += len(layers) * int((layout.suffix[-scoring:] + 1).sum())
     selected = layout.context[torch.arange(budget) * context // max(1, budget)]
     second.add(budget + fresh, fresh_pairs + int((selected + 1).sum()), layers=depth - 1)
     second.add_kv(budget + fresh)

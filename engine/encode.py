@@ -17,13 +17,14 @@ from engine.model import Model, token_tensor
 from engine.slots import Slots
 from errors import NumericalFault
 
-_SYSTEM_PREFIXES = 4  # a service has one; evaluations switch between a few
+_SYSTEM_PREFIXES = 8  # a service has one, and with glue one more for each number of chunks
 
 
 class PrefixCache:
-    """KV at its true positions 0..len-1, exact: the last few system prefixes, and prompts up to `max_bytes`.
+    """KV at its true positions 0..len-1, exact: the last few short ones, and prompts up to `max_bytes`.
 
-    Only the strategy `prefix` keeps whole prompts; the system prefix serves every strategy.
+    Short are the system prefix, which serves every strategy, and it with glue behind it, for Stage I. Only the strategy
+    `prefix` keeps whole prompts.
     """
 
     def __init__(self, model: Model, max_bytes: int = 512 << 20) -> None:
@@ -34,19 +35,22 @@ class PrefixCache:
 
     def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[None, None, None]:
         """Fills slots 0..len(prefix)-1; computes the prefix's KV when it is not kept."""
-        if not prefix:
-            return
-        kept = self._system.get(prefix)
+        if prefix:
+            slots.data[:, :, :, : len(prefix)] = yield from self.exact(prefix)
+
+    def exact(self, ids: tuple[int, ...]) -> Generator[None, None, Tensor]:
+        """KV of a short prompt, which are kept, [layers, 2, kv_heads, tokens, head_dim]. Not to be written to."""
+        kept = self._system.get(ids)
         if kept is None:
-            own = self._model.new_slots(len(prefix))
-            run = ForwardPass(self._model, token_tensor(prefix), torch.arange(len(prefix)), own)
+            own = self._model.new_slots(len(ids))
+            run = ForwardPass(self._model, token_tensor(ids), torch.arange(len(ids)), own)
             yield from run.run(self._model.layout.layers - 1)
             run.write_kv()
-            kept = self._system[prefix] = own.data
+            kept = self._system[ids] = own.data
             if len(self._system) > _SYSTEM_PREFIXES:
                 self._system.popitem(last=False)
-        self._system.move_to_end(prefix)
-        slots.data[:, :, :, : len(prefix)] = kept
+        self._system.move_to_end(ids)
+        return kept
 
     def copy_longest(self, ids: tuple[int, ...], slots: Slots) -> int:
         """Fills the slots of the longest beginning that `ids` share with a kept prompt; returns its length.

@@ -26,7 +26,7 @@ class Layout:
     """Where everything stands. Slot index == position: `prefix` tokens, glue and chunk in turn, then the suffix.
 
     ids: int64 [prompt]. chunk_starts[i], chunk_lengths[i]: chunk i's first position and its tokens. As int64 positions:
-    context, all chunk tokens; fresh, glue and suffix, computed anew in both stages; suffix, and question within it.
+    context, all chunk tokens; glue; fresh, glue and suffix, computed anew in Stage II; suffix, and question within it.
     suffix_start is n of the paper.
     """
 
@@ -36,9 +36,9 @@ class Layout:
         self.chunk_starts: list[int] = []
         self.chunk_lengths = [len(part.chunk.token_ids) for part in request.parts]
         context: list[Tensor] = []
-        fresh: list[Tensor] = []
+        glue: list[Tensor] = []
         for part in request.parts:
-            fresh.append(torch.arange(len(ids), len(ids) + len(part.glue)))
+            glue.append(torch.arange(len(ids), len(ids) + len(part.glue)))
             ids += part.glue
             self.chunk_starts.append(len(ids))
             context.append(torch.arange(len(ids), len(ids) + len(part.chunk.token_ids)))
@@ -46,11 +46,11 @@ class Layout:
         self.suffix_start = len(ids)
         self.suffix = torch.arange(len(ids), len(ids) + len(request.suffix))
         self.question = self.suffix[slice(*request.question)]
-        fresh.append(self.suffix)
         ids += request.suffix
         self.ids = token_tensor(ids)
         self.context = torch.cat(context) if context else torch.empty(0, dtype=torch.int64)
-        self.fresh = torch.cat(fresh)
+        self.glue = torch.cat(glue) if glue else torch.empty(0, dtype=torch.int64)
+        self.fresh = torch.cat((self.glue, self.suffix))
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -82,6 +82,7 @@ class Prefill:
         self.timings: dict[str, float] = {}
         self.selected = torch.empty(0, dtype=torch.int64)  # among the context tokens; set by the strategy
         self.compute: Set[str] = frozenset()  # keys of chunks to compute even if some tier holds them
+        self._places: list[str | None] | None = None
         self.controller = controller or Controller(model)
         self.source = source
         self._loaded: list[LoadedChunk] = []  # whose layers from `_placed` on are not in the slots yet
@@ -90,23 +91,33 @@ class Prefill:
         self._phases: list[str] = []  # those that are being timed, the innermost last
         self._mark = 0.0
 
+    def locate(self) -> list[str | None]:
+        """The tier that holds each chunk, None where none does: asked once, and what fails is noted."""
+        if self._places is None:
+            self._places, faults = self.source.locate_many([part.chunk for part in self.request.parts])
+            self._note_faults(faults)
+        return self._places
+
     def assemble(self, lazily: bool = False) -> Generator[None, None, None]:
         """Loads every chunk (computing what no tier holds) and places it: V copied, K turned to its position.
 
-        Every layer, or `lazily` only the first: the passes of `start` then place each layer before they reach it, so
-        they begin while the others are still being read. Until then what stands in the slots is garbage.
+        What is computed goes first, for the others are read meanwhile. Every layer is placed, or `lazily` only the
+        first: the passes of `start` then place each layer before they reach it, so they begin while the others are
+        still being read. Until then what stands in the slots is garbage.
         """
         with self.timed("load"):
-            chunks = (part.chunk for part in self.request.parts)
-            reading = self.source.prefetch([chunk for chunk in chunks if chunk.key not in self.compute])
+            chunks = [part.chunk for part in self.request.parts]
+            missing = {chunk.key for chunk, place in zip(chunks, self.locate(), strict=True) if place is None}
+            anew = missing | self.compute
+            reading = self.source.prefetch([chunk for chunk in chunks if chunk.key not in anew])
             yield from self.prefixes.copy_into(self.request.prefix, self.slots)
-            self._loaded = []
-            for part in self.request.parts:
-                had = self.source.compute if part.chunk.key in self.compute else self.source.load
-                found = yield from had(part.chunk)
-                self._loaded.append(found)
+            loaded: dict[int, LoadedChunk] = {}
+            for index in sorted(range(len(chunks)), key=lambda index: chunks[index].key not in anew):
+                had = self.source.compute if chunks[index].key in anew else self.source.load
+                loaded[index] = found = yield from had(chunks[index])
                 self._note(found, 1)
                 yield
+            self._loaded = [loaded[index] for index in range(len(chunks))]
             del reading
         self._placed = 0
         self._angles = self.model.angles(self.layout.context)
@@ -141,7 +152,7 @@ class Prefill:
                 self._note(found, 1)
             else:
                 found = replace(found, kv=kv, faults=arrival.faults)  # another tier may have taken over
-            self._note_faults(found)
+            self._note_faults(found.faults)
             self._loaded[index] = found
 
     def _note(self, found: LoadedChunk, count: int) -> None:
@@ -149,10 +160,10 @@ class Prefill:
         self.usage.hits[found.tier] = self.usage.hits.get(found.tier, 0) + count
         self.usage.bytes_copied += count * found.kv.nbytes
         self.usage.bytes_loaded += count * found.kv.nbytes if found.tier != "computed" else 0
-        self._note_faults(found)
+        self._note_faults(found.faults)
 
-    def _note_faults(self, found: LoadedChunk) -> None:
-        self.usage.faults += [fault for fault in found.faults if fault not in self.usage.faults]
+    def _note_faults(self, faults: Sequence[str]) -> None:
+        self.usage.faults += [fault for fault in faults if fault not in self.usage.faults]
 
     def _place(self, layer: int) -> None:
         keys, values = self.slots.data[layer]
@@ -191,7 +202,10 @@ class Prefill:
         self.usage.recomputed_tokens = len(selected)
 
     def probe(self, layers: Sequence[int], positions: Tensor) -> Steps:
-        """Stage I: runs glue and suffix against the assembled slots, for their attention only.
+        """Stage I: runs the suffix against the assembled slots, for its attention only.
+
+        The glue's KV are as imprecise as those of the chunks: they are computed behind the prefix once and turned to
+        their positions.
 
         layers: whose attention counts, ascending; the pass ends with the last of them. positions: int64, the suffix
         positions whose rows score. Returns fp32 [context]: for every context token the softmax weights that those rows
@@ -199,14 +213,26 @@ class Prefill:
         the rows see.
         """
         sums = torch.zeros(self.model.layout.kv_heads, self.layout.suffix_start, device=self.model.device)
-        run = self.start(self.layout.fresh)
-        scores = self.scores_of(positions, self.layout.fresh, sums)
+        yield from self._place_glue()
+        run = self.start(self.layout.suffix)
+        scores = self.scores_of(positions, self.layout.suffix, sums)
         for layer in layers[:-1]:
             yield from run.run(layer)
             yield from run.run(layer + 1, scores)
         yield from run.run(layers[-1])
         run.score(scores)
         return self.of_context(sums.sum(0)) / (self.model.heads * len(layers))
+
+    def _place_glue(self) -> Generator[None, None, None]:
+        """Puts the glue's KV into the slots as if no chunk stood before it."""
+        glue = self.layout.glue
+        if not len(glue):
+            return
+        first, rows = self.layout.prefix, self.model.rows(glue)
+        kept = yield from self.prefixes.exact((*self.request.prefix, *self.layout.ids[glue].tolist()))
+        turn = self.model.rotation(glue - torch.arange(first, first + len(glue)))
+        for layer, (keys, values) in enumerate(kept[:, :, :, first:]):
+            self.slots.write(layer, rows, turn(keys, layer)[None].to(keys.dtype), values[None])
 
     def fall_back(self, reason: str) -> None:
         """Says that a full prefill answers in place of the named strategy."""

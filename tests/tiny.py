@@ -173,9 +173,9 @@ class Bench:
         self.encoded.pop(chunk.key, None)
         return (yield from self.load(chunk))
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
         """KVSource.locate_many."""
-        return ["memory" if chunk.key in self.encoded else None for chunk in chunks]
+        return ["memory" if chunk.key in self.encoded else None for chunk in chunks], ()
 
     def request(self, strategy: str, ratio: float = 0.2, max_tokens: int = 16, **options: Any) -> GenerateRequest:
         return GenerateRequest(

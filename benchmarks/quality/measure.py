@@ -90,9 +90,9 @@ class PromptRun:
         """KVSource.compute."""
         return (yield from self.load(chunk))
 
-    def locate_many(self, chunks: Sequence[Chunk]) -> list[str | None]:
+    def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
         """KVSource.locate_many."""
-        return ["memory" if chunk.key in self._chunks else None for chunk in chunks]
+        return ["memory" if chunk.key in self._chunks else None for chunk in chunks], ()
 
     def start(self, strategy: Strategy) -> Prefill:
         """A prefill of the prompt that copies the assembled slots instead of assembling anew."""

@@ -27,7 +27,7 @@ class Auto(ProphetKV):
             decision, compute = prefill.controller.decide(
                 prefill.layout,
                 chunks,
-                prefill.source.locate_many(chunks),
+                prefill.locate(),
                 recompute_budget(self.ratio, prefill.usage.context_tokens),
                 self._layers(prefill.model.layout.layers),
                 len(self._rows(prefill)),

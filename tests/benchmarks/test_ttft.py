@@ -55,11 +55,12 @@ def test_counters_and_the_bounds_made_of_them(result: dict[str, Any], model: Mod
         assert SUFFIX_TOKENS <= len(request.suffix) < SUFFIX_TOKENS + 9
         prompt = request.prompt_tokens
         fresh = prompt - tokens - len(request.prefix)
+        anew = len(request.suffix) + fresh + tokens // 5
         assert (full["rows"], full["kv_rows"], full["bytes_copied"]) == (prompt + 1, prompt, 0)
         assert reuse["recomputed_tokens"] == tokens // 5
-        assert (reuse["rows"], reuse["kv_rows"]) == (2 * fresh + tokens // 5 + 1, 2 * fresh + tokens // 5)
+        assert (reuse["rows"], reuse["kv_rows"]) == (anew + 1, anew)
         assert reuse["bytes_copied"] == length["kv_bytes"] == tokens * kv_token_bytes
-        bound = layers * prompt / (2 * (2 * fresh + tokens // 5))
+        bound = layers * prompt / (2 * anew)
         assert length["methods"]["prophetkv 0.2"]["bounds"]["rows"] == pytest.approx(bound, abs=0.02)
 
 

@@ -181,7 +181,9 @@ def test_a_chunk_is_located_without_loading_it(tmp_path: Path, redis_server: Red
         for number in numbers:
             tier.put(chunk_of(number), kv_of(number))
     store = TieredStore([memory, Sick(), disk, far])
-    assert store.locate_many([chunk_of(number) for number in (3, 1, 4, 2)]) == ["redis", "memory", None, "disk"]
+    places, faults = store.locate_many([chunk_of(number) for number in (3, 1, 4, 2)])
+    assert places == ["redis", "memory", None, "disk"]
+    assert faults == ("sick tier: it burns",)
     assert store.locate(chunk_of(2)) == "disk"
     assert sum(tier.stats.hits + tier.stats.misses for tier in store.tiers) == 0
     store.close()

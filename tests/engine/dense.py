@@ -94,10 +94,10 @@ def prophetkv(
     tokens = torch.tensor(ids)
     keys, values = model.empty(len(ids))
     context: list[int] = []
-    fresh: list[int] = []
+    glued: list[int] = []
     at = len(prefix)
     for glue, chunk in parts:
-        fresh += range(at, at + len(glue))
+        glued += range(at, at + len(glue))
         at += len(glue)
         alone_keys, alone_values = model.empty(len(prefix) + len(chunk))
         alone = torch.tensor(prefix + chunk)
@@ -111,13 +111,20 @@ def prophetkv(
             values[layer][:, here] = alone_values[layer][:, len(prefix) :]
         context += here.tolist()
         at += len(chunk)
-    fresh += range(at, len(ids))
+    fresh = [*glued, *range(at, len(ids))]
     stage_one = [layer.clone() for layer in keys], [layer.clone() for layer in values]
+    bare_keys, bare_values = model.empty(len(prefix) + len(glued))
+    bare = torch.arange(len(prefix) + len(glued))
+    model.rows(torch.tensor([*prefix, *(ids[index] for index in glued)]), bare, bare_keys, bare_values)
+    for layer in range(model.layers):
+        shift = torch.tensor(glued) - bare[len(prefix) :]
+        stage_one[0][layer][:, glued] = model.turn(bare_keys[layer][:, len(prefix) :], shift)
+        stage_one[1][layer][:, glued] = bare_values[layer][:, len(prefix) :]
     for tensor in (*stage_one[0], *stage_one[1], *keys, *values):
         tensor[tensor.isnan()] = 0.0  # rows still to come: masked, but 0 * NaN is NaN
-    rows = torch.tensor(fresh)
+    rows = torch.arange(at, len(ids))
     _, maps = model.rows(tokens[rows], rows, *stage_one)
-    per_layer = [weights[:, -len(suffix) :, context].sum(1).mean(0) for weights in maps]
+    per_layer = [weights[:, :, context].sum(1).mean(0) for weights in maps]
     scores = torch.stack(per_layer).mean(0)
     order = sorted(range(len(context)), key=lambda index: (-float(scores[index]), index))
     selected = torch.tensor(sorted(order[:budget]))

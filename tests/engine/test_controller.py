@@ -157,11 +157,14 @@ class Broken(MemoryStore):
         raise StoreUnavailable("broken tier: sick")
 
 
-def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(llama: Bench, tmp_path: Path) -> None:
+def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(
+    llama: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiers: list[KVStore] = [
         MemoryStore(1 << 30),
         DiskStore(tmp_path, llama.model.layout, 1 << 30),
         Broken(1 << 20, name="broken"),
+        MemoryStore(0, name="none"),
     ]
     store = TieredStore(tiers)
     controller = Controller(llama.model, tiers)
@@ -173,7 +176,9 @@ def test_calibration_learns_of_device_and_tiers_and_leaves_nothing(llama: Bench,
     chunk = Chunk("0" * 64, (0,) * 256)
     assert controller.loading(chunk, "memory") < controller.loading(chunk, "disk")
     assert controller.reads["broken"].coefficients == broken
-    assert [tier.stats.entries for tier in tiers] == [0, 0, 1]  # a tier that fails in the middle keeps what it took
+    # A tier that fails in the middle keeps what it took.
+    assert [tier.stats.entries for tier in tiers] == [0, 0, 1, 0]
+    assert [record.message for record in caplog.records] == ["kv tier could not be measured: broken tier: sick"]
     store.close()
 
 

@@ -302,12 +302,13 @@ def test_what_was_done_is_counted(llama: Bench) -> None:
     fresh_pairs = int((layout.fresh + 1).sum())
     assert work("naive") == (2 * fresh + 1, fresh, 2 * fresh_pairs + prompt)
     rows, kv_rows, found = work("prophetkv")
-    assert rows == 2 * fresh + 2 * (budget + fresh) + 1
-    assert kv_rows == fresh + budget + fresh
+    suffix, suffix_pairs = len(layout.suffix), int((layout.suffix + 1).sum())
+    assert rows == 2 * suffix + 2 * (budget + fresh) + 1
+    assert kv_rows == suffix + budget + fresh
     prefill = llama.prefill("prophetkv", 0.2)
     llama.run(prefill)
     chosen_pairs = int((layout.context[prefill.selected] + 1).sum())
-    assert found == 3 * fresh_pairs + 2 * (fresh_pairs + chosen_pairs) + prompt
+    assert found == 3 * suffix_pairs + 2 * (fresh_pairs + chosen_pairs) + prompt
     assert work("cacheblend")[:2] == (prompt + (budget + fresh) + 1, prompt + budget + fresh)
     assert prefill.usage.bytes_copied == prefill.usage.bytes_loaded == 257 * 3 * llama.model.layout.layer_bytes(1)
     full_work = llama.model.full_work(prompt)

@@ -116,6 +116,30 @@ def test_a_layer_is_used_before_the_next_has_arrived(stored: Stored, monkeypatch
     stored.store.close()
 
 
+def test_what_is_missing_is_computed_while_the_others_are_read(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = stored.logits()
+    stored.store.delete([stored.bench.parts[1].chunk.key])
+    ran: list[int] = []
+    run_layer = stored.bench.model.run_layer
+
+    def logged(layer: int, *arguments: Any) -> Tensor:
+        ran.append(layer)
+        return run_layer(layer, *arguments)
+
+    monkeypatch.setattr(stored.bench.model, "run_layer", logged)
+    stored.order([], [])
+    prefill = stored.prefill()
+    steps = prefill.request.strategy.prefill(prefill)
+    for _ in range(30):  # the first chunk does not arrive
+        next(steps)
+    assert ran == [0, 1, 2]
+    stored.add(["layer"] * 3, [])
+    assert torch.equal(run(steps), expected)
+    assert (prefill.usage.hits["disk"], prefill.usage.hits["computed"]) == (1, 1)
+    assert stored.disk.stats.misses == 3  # the two chunks when they were stored, and now the missing one
+    stored.store.close()
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("good", [0, 1, 2, 3, 4, 5])
 def test_a_tier_that_fails_after_any_layer_changes_nothing(stored: Stored, failure: str, good: int) -> None:
