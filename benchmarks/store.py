@@ -153,13 +153,22 @@ def _redis_rates(megabytes: float, transport: str, url: str, plan: Plan) -> dict
     gets = _interleaved(
         {"raw": raw, "ours": lambda: _found(ours, chunk), "redis-py": lambda: _found(theirs, chunk)}, plan.rounds
     )
-    sets = _interleaved({"ours": lambda: ours.put(chunk, kv), "redis-py": lambda: theirs.put(chunk, kv)}, plan.rounds)
+    whole = memoryview(b"".join(entry.encode(chunk, kv)))
+
+    def raw_set() -> None:
+        _checked(whole, steps)
+        bare.set(chunk.key, whole)
+
+    sets = _interleaved(
+        {"raw": raw_set, "ours": lambda: ours.put(chunk, kv), "redis-py": lambda: theirs.put(chunk, kv)}, plan.rounds
+    )
     ours.delete([chunk.key])
     for closing in (ours, theirs, bare):
         closing.close()
     told = {"transport": transport, "bytes": size, "get": _rates(gets, size), "set": _rates(sets, size)}
     return told | {
         "share": _share(gets["raw"], gets["ours"]),
+        "set_share": _share(sets["raw"], sets["ours"]),
         "get_over_redis_py": _share(gets["redis-py"], gets["ours"]),
         "set_over_redis_py": _share(sets["redis-py"], sets["ours"]),
     }
@@ -218,16 +227,28 @@ class _Bare:
 
     def get(self, key: str, view: memoryview) -> None:
         """Fills `view` with an entry's values."""
-        values = range(0, len(view), VALUE_BYTES)
-        names = [f"prophetkv:{{{key}}}:{index}" for index in range(len(values))]
-        self._socket.sendall(
-            b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name.encode()) for name in names)
-        )
-        for start in values:
-            part = view[start : start + VALUE_BYTES]
+        parts = self._parts(key, view)
+        self._socket.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name, _ in parts))
+        for _, part in parts:
             self._fill(memoryview(self._line)[: len(b"$%d\r\n" % len(part))])
             self._fill(part)
             self._fill(memoryview(self._line)[:2])
+
+    def set(self, key: str, view: memoryview) -> None:
+        """Stores an entry's values."""
+        parts = self._parts(key, view)
+        for name, part in parts:
+            self._socket.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(part)))
+            self._socket.sendall(part)
+            self._socket.sendall(b"\r\n")
+        self._fill(memoryview(bytearray(len(b"+OK\r\n") * len(parts))))
+
+    def _parts(self, key: str, view: memoryview) -> list[tuple[bytes, memoryview]]:
+        """The names and values that an entry has in Redis."""
+        return [
+            (b"prophetkv:{%s}:%d" % (key.encode(), index), view[start : start + VALUE_BYTES])
+            for index, start in enumerate(range(0, len(view), VALUE_BYTES))
+        ]
 
     def _fill(self, view: memoryview) -> None:
         done = 0
@@ -370,7 +391,10 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rows = [("disk", row, {"get": {"raw": "share"}, "put": {}}) for row in result["disk"]]
-    over = {"get": {"raw": "share", "redis-py": "get_over_redis_py"}, "set": {"redis-py": "set_over_redis_py"}}
+    over = {
+        "get": {"raw": "share", "redis-py": "get_over_redis_py"},
+        "set": {"raw": "set_share", "redis-py": "set_over_redis_py"},
+    }
     rows += [(f"redis, {row['transport']}", row, over) for row in result["redis"]]
     for medium, row, shares in rows:
         for op, compared in shares.items():

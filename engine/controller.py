@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.prefill import Layout
 
 # Reuse must promise to save this share of a full prefill: it is an approximation, and predictions err.
-MARGIN = 0.02
+MARGIN = 0.05
 
 # First guesses, in seconds a unit, before anything was measured.
 _SECONDS_PER_FLOP = 1e-11

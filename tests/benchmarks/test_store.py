@@ -22,6 +22,7 @@ def test_a_small_run_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [(row["transport"], set(row["get"])) for row in told["redis"]] == [
         (transport, {"raw", "ours", "redis-py"}) for _ in range(2) for transport in ("unix", "tcp")
     ]
+    assert all(set(row["set"]) == {"raw", "ours", "redis-py"} for row in told["redis"])
     assert all(row["get"]["ours"]["gb_per_s"] > 0 for row in told["disk"] + told["redis"])
     assert 0 < told["concurrent"]["in_flight_peak"] <= told["concurrent"]["window"]
     table = out.with_suffix(".md").read_text()
