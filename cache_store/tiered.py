@@ -84,7 +84,10 @@ class TieredStore:
         return self.locate_many([chunk])[0][0]
 
     def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
-        """`locate` of each chunk, with one question to each tier, and what failed."""
+        """`locate` of each chunk, with one question to each tier, and what failed.
+
+        What somebody has read, or is reading, is there even if its tier has failed or evicted it since.
+        """
         found: list[str | None] = [None] * len(chunks)
         faults: tuple[str, ...] = ()
         for tier, breaker in zip(self.tiers, self._reading, strict=True):
@@ -100,6 +103,11 @@ class TieredStore:
                 continue
             for index, here in zip(missing, held, strict=True):
                 found[index] = tier.name if here else None
+        with self._lock:
+            for index, chunk in enumerate(chunks):
+                fetch = self._fetches.get(chunk.key) if found[index] is None else None
+                if fetch is not None and fetch.kv is not None:
+                    found[index] = fetch.tier
         return found, faults
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:

@@ -189,6 +189,20 @@ def test_a_chunk_is_located_without_loading_it(tmp_path: Path, redis_server: Red
     store.close()
 
 
+def test_what_has_been_read_is_located_although_its_tier_has_lost_it(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk])
+    fetch = store.fetch(chunk_of(1))
+    assert fetch.wait(1 << 30, 10)
+    disk.delete([chunk_of(1).key])
+    assert store.locate(chunk_of(1)) == "disk"
+    assert store.fetch(chunk_of(1)) is fetch
+    del fetch
+    assert store.locate(chunk_of(1)) is None
+    store.close()
+
+
 def test_the_backlog_is_bounded_and_drops_are_counted() -> None:
     gate = threading.Event()
 
