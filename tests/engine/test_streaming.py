@@ -17,6 +17,7 @@ from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.encode import encode_chunk
+from engine.forward import Steps
 from engine.prefill import Prefill
 from engine.strategies import SERVED
 from errors import CorruptEntry, StoreUnavailable
@@ -90,8 +91,8 @@ def stored(llama: Bench, tmp_path: Path) -> Stored:
     return Stored(llama, tmp_path)
 
 
-def test_a_layer_is_used_before_the_next_has_arrived(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = stored.logits()
+def _held_up(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> tuple[Prefill, Steps, list[int]]:
+    """A prefill of which no stored layer has arrived, its steps, and the layers that it will have run."""
     ran: list[int] = []
     run_layer = stored.bench.model.run_layer
 
@@ -102,7 +103,12 @@ def test_a_layer_is_used_before_the_next_has_arrived(stored: Stored, monkeypatch
     monkeypatch.setattr(stored.bench.model, "run_layer", logged)
     stored.order([], [])
     prefill = stored.prefill()
-    steps = prefill.request.strategy.prefill(prefill)
+    return prefill, prefill.request.strategy.prefill(prefill), ran
+
+
+def test_a_layer_is_used_before_the_next_has_arrived(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = stored.logits()
+    prefill, steps, ran = _held_up(stored, monkeypatch)
     for layer in range(3):
         for _ in range(30):  # as many steps as one likes: without its layer the pass does not go on
             next(steps)
@@ -119,17 +125,7 @@ def test_a_layer_is_used_before_the_next_has_arrived(stored: Stored, monkeypatch
 def test_what_is_missing_is_computed_while_the_others_are_read(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = stored.logits()
     stored.store.delete([stored.bench.parts[1].chunk.key])
-    ran: list[int] = []
-    run_layer = stored.bench.model.run_layer
-
-    def logged(layer: int, *arguments: Any) -> Tensor:
-        ran.append(layer)
-        return run_layer(layer, *arguments)
-
-    monkeypatch.setattr(stored.bench.model, "run_layer", logged)
-    stored.order([], [])
-    prefill = stored.prefill()
-    steps = prefill.request.strategy.prefill(prefill)
+    prefill, steps, ran = _held_up(stored, monkeypatch)
     for _ in range(30):  # the first chunk does not arrive
         next(steps)
     assert ran == [0, 1, 2]
