@@ -104,9 +104,9 @@ class TieredStore:
             for index, here in zip(missing, held, strict=True):
                 found[index] = tier.name if here else None
         with self._lock:
-            for index, chunk in enumerate(chunks):
-                fetch = self._fetches.get(chunk.key) if found[index] is None else None
-                if fetch is not None and fetch.kv is not None:
+            for index, name in enumerate(found):
+                fetch = self._fetches.get(chunks[index].key)
+                if name is None and fetch is not None and fetch.kv is not None:
                     found[index] = fetch.tier
         return found, faults
 
