@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +40,7 @@ def ttft(
         plain=tuple(name for name in plain.split(",") if name),
     )
     settings = load_settings(**({"model": model} if model else {}))
-    for result in measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])):
+    for result in measure(settings, plan, shlex.join(["prophetkv", *sys.argv[1:]])):
         report(result, out)
 
 
@@ -60,7 +61,7 @@ def balance(
 
     plan = Plan(tokens, [float(rate) for rate in rates.split(",")], ratio, pairs, minutes)
     settings = load_settings(**({"model": model} if model else {}))
-    report(measure(settings, plan, " ".join(["prophetkv", *sys.argv[1:]])), out)
+    report(measure(settings, plan, shlex.join(["prophetkv", *sys.argv[1:]])), out)
 
 
 @app.command()
@@ -74,4 +75,4 @@ def store(
     from benchmarks.store import Plan, measure, report
 
     plan = Plan(tuple(map(float, megabytes.split(","))), rounds, tuple(codecs.split(",")))
-    report(measure(plan, load_settings().data_dir, " ".join(["prophetkv", *sys.argv[1:]])), out)
+    report(measure(plan, load_settings().data_dir, shlex.join(["prophetkv", *sys.argv[1:]])), out)

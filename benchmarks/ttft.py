@@ -92,12 +92,13 @@ def measure(settings: Settings, plan: Plan, command: str) -> Iterator[dict[str, 
     }
     with torch.inference_mode():
         for length in plan.lengths:
-            told["lengths"].append(measure_length(model, settings, plan, length))
+            with _store(settings, plan.tier, model) as store:
+                told["lengths"].append(measure_length(model, store, plan, length))
             yield told
 
 
-def measure_length(model: Model, settings: Settings, plan: Plan, length: int) -> dict[str, Any]:
-    """One context length: the chunks are encoded once, then rounds of every method in turning order.
+def measure_length(model: Model, store: TieredStore, plan: Plan, length: int) -> dict[str, Any]:
+    """One context length: the chunks are encoded once into `store`, then rounds of every method in turning order.
 
     A round over the first chunks warms up; allocations grow to their size in the first measured round.
     """
@@ -105,24 +106,23 @@ def measure_length(model: Model, settings: Settings, plan: Plan, length: int) ->
     methods = list(_methods(plan))
     runs: dict[str, list[Run]] = {name: [] for name, _ in methods}
     plain: dict[str, list[float]] = {name: [] for name in plan.plain}
-    with _store(settings, plan.tier, model) as store:
-        make = request_maker(model, length)
-        whole = make(STRATEGIES["full"]())
-        source = ChunkSource(store, partial(encode_chunk, model, prefixes, whole.prefix))
-        for part in whole.parts:
-            run_steps(source.load(part.chunk))
-        store.flush()
-        warm_up = request_maker(model, min(length, 2 * CHUNK_TOKENS))
-        for _, strategy in methods:
-            first_token(model, source, prefixes, warm_up(strategy))
-        for number in range(plan.pairs):
-            turn = number % len(methods)
-            for name, strategy in methods[turn:] + methods[:turn]:
-                runs[name].append(first_token(model, source, prefixes, make(strategy)))
-            for attention, times in plain.items():
-                start = time.perf_counter()
-                model.plain_logits(_ids(whole), attention)
-                times.append(time.perf_counter() - start)
+    make = request_maker(model, length)
+    whole = make(STRATEGIES["full"]())
+    source = ChunkSource(store, partial(encode_chunk, model, prefixes, whole.prefix))
+    for part in whole.parts:
+        run_steps(source.load(part.chunk))
+    store.flush()
+    warm_up = request_maker(model, min(length, 2 * CHUNK_TOKENS))
+    for _, strategy in methods:
+        first_token(model, source, prefixes, warm_up(strategy))
+    for number in range(plan.pairs):
+        turn = number % len(methods)
+        for name, strategy in methods[turn:] + methods[:turn]:
+            runs[name].append(first_token(model, source, prefixes, make(strategy)))
+        for attention, times in plain.items():
+            start = time.perf_counter()
+            float(model.plain_logits(_ids(whole), attention)[0])  # a number on the host: the device has done
+            times.append(time.perf_counter() - start)
     return _summed_up(model, length, methods, runs, plain)
 
 

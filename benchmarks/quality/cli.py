@@ -139,6 +139,7 @@ def paper(
         str, typer.Option(help="RULER's, comma-separated, the first two for curves; default: the paper's")
     ] = "",
     samples: Annotated[int, typer.Option(help="prompts of each task at most")] = 20,
+    ttft_lengths: Annotated[str, typer.Option(help="context tokens of Tables 2 and 4; default: RULER's lengths")] = "",
     seed: Seed = 0,
     longbench: Annotated[Path | None, typer.Option(help="folder of LongBench's JSONL files")] = None,
     musique: Annotated[Path | None, typer.Option(help="MuSiQue's JSON, for Figure 8")] = None,
@@ -157,7 +158,13 @@ def paper(
             Budget(minutes, _STARTED),
             Data(longbench, musique, haystack, squad, hotpotqa),
             out,
-            Scale(_integers(lengths, "lengths"), samples, seed, _names(tasks)),
+            Scale(
+                _integers(lengths, "lengths"),
+                samples,
+                seed,
+                _names(tasks),
+                _integers(ttft_lengths, "ttft_lengths"),
+            ),
         )
 
 

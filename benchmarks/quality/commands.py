@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -94,7 +95,7 @@ def reproduce_paper(model: str | None, budget: Budget, data: Data, out: Path, sc
     source, threads = model_source(model)
     job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True))
     check(job)
-    done = reproduce(job, budget, " ".join(["prophetkv", *sys.argv[1:]]))
+    done = reproduce(job, budget, shlex.join(["prophetkv", *sys.argv[1:]]))
     print(out / "index.md")
     if not done:
         raise typer.Exit(1)

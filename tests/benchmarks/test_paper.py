@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 from benchmarks.quality.evaluator import Evaluator
 from benchmarks.quality.measure import PromptRun
 from benchmarks.quality.methods import Method
-from benchmarks.quality.paper import figures
+from benchmarks.quality.paper import figures, tables
 from benchmarks.quality.paper.artefacts import Artefact
 from benchmarks.quality.paper.attention import (
     QUERY,
@@ -82,6 +83,25 @@ def test_the_folder_is_complete(model: Model, tmp_path: Path, monkeypatch: pytes
     before = {path.name: path.read_bytes() for path in (asked.out / "records").iterdir()}
     assert reproduce(asked, Budget(10), "again")
     assert {path.name: path.read_bytes() for path in (asked.out / "records").iterdir()} == before
+
+
+def test_times_are_of_interleaved_rounds_and_kept(model: Model, tmp_path: Path) -> None:
+    asked = job(model, tmp_path)
+
+    def of(*lengths: int) -> Job:
+        return replace(asked, scale=replace(asked.scale, ttft_lengths=lengths))
+
+    (table,) = tables.ttft_table(of(600), Budget(10))
+    assert table.table is not None
+    (row,) = table.table.rows
+    assert row[0] == 600
+    assert all(isinstance(cell, float) and cell > 0 for cell in row[1:])
+    (table,) = tables.ttft_table(of(600, 700), Budget(10))
+    assert table.table is not None
+    assert [line[0] for line in table.table.rows] == [600, 700]
+    assert table.table.rows[0] == row  # not measured again
+    (table,) = tables.ttft_table(of(800, 900), Budget(0.001))
+    assert "the budget left out 900 tokens" in table.notes[0]
 
 
 def test_what_the_budget_does_not_allow_is_said(model: Model, tmp_path: Path) -> None:

@@ -51,12 +51,16 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is asked for: RULER's lengths and tasks (the paper's, if empty), prompts of each task at most, seed."""
+    """How much is asked for: RULER's lengths and tasks (the paper's, if empty), prompts of each task at most, seed.
+
+    ttft_lengths: context tokens of Tables 2 and 4; RULER's lengths, if empty.
+    """
 
     lengths: Sequence[int]
     samples: int
     seed: int
     tasks: Sequence[str] = ()
+    ttft_lengths: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class Job:
         self, name: str, evaluator: Evaluator, plan: Plan, methods: Sequence[Method], budget: Budget
     ) -> tuple[list[Record], list[str]]:
         """Runs into records/NAME.jsonl. Returns its records of the plan and the methods, and what to say of them."""
-        path = self._file(name)
+        path = self.file(f"{name}.jsonl")
         with open_results(path, {**evaluator.settings(), **plan.settings}) as results:
             outcome = run(plan, evaluator, methods, results, budget, console=self.console)
         names = {method.name for method in methods}
@@ -117,13 +121,9 @@ class Job:
             notes.append(f"{failed} records are of methods that failed and score 0")
         return records, notes
 
-    def records(self, name: str) -> list[Record]:
-        """What records/NAME.jsonl holds."""
-        path = self._file(name)
-        return load(path)[1] if path.exists() else []
-
-    def _file(self, name: str) -> Path:
-        return self.out / "records" / f"{name}.jsonl"
+    def file(self, name: str) -> Path:
+        """A file of what was measured, which later runs go on from."""
+        return self.out / "records" / name
 
 
 def means(

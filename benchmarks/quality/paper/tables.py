@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.quality.comparison import MEAN, gap_table, gaps, uninformative
 from benchmarks.quality.methods import DEFAULT, FULL, Method, parse_methods
@@ -29,9 +29,11 @@ from benchmarks.quality.results import Record
 from benchmarks.quality.runner import Budget
 from benchmarks.quality.suites import longbench_plan
 from benchmarks.quality.summary import by_suite
-from benchmarks.quality.tables import Table, score_table
+from benchmarks.quality.tables import Cell, Table, score_table
+from benchmarks.ttft import Plan, measure_length
+from cache_store.memory import MemoryStore
+from cache_store.tiered import TieredStore
 from engine.model import Model
-from engine.strategies import STRATEGIES
 
 LONGBENCH_NAMES = {
     "2wikimqa": "WQA",
@@ -56,12 +58,13 @@ LONGBENCH_NAMES = {
 }
 _SCORES = "Points of 100 by method at ratio 0.2; `none` has no context, `random` recomputes tokens drawn by chance."
 _TTFT = (
-    "Seconds from the request to the logits of the first token, medians over the prompts of RULER: load from memory, "
-    "assembly, Stages I and II and selection. `sdpa` and `eager` are the plain transformers model with such attention "
-    "on one of the prompts in the same process, not interleaved with the methods; `prophetkv bench ttft` interleaves."
+    "Seconds from the request to its first token with chunk KV in memory, medians of interleaved rounds of all methods "
+    "in one process; `sdpa` and `eager` are the plain transformers model with such attention in the same rounds. The "
+    "ratio with its 95 % interval is that of paired rounds."
 )
-_TTFT_COLUMNS = ("full", "epic", "prophetkv", "cacheblend", "kvshare", "naive", "sdpa", "eager")
-_ROUNDS = 3  # of the plain model, as far as the budget goes
+_REUSING = ("epic", "prophetkv", "cacheblend", "kvshare", "naive")
+_TTFT_COLUMNS = (FULL, *_REUSING, "sdpa", "eager")
+_ROUNDS = 3
 _EAGER_BYTES = 10  # a query-key pair of a head: logits and weights in fp32 and the weights in the model's dtype
 
 
@@ -115,27 +118,33 @@ def longbench_tables(job: Job, budget: Budget) -> list[Artefact]:
 
 @torch.inference_mode()
 def ttft_table(job: Job, budget: Budget) -> list[Artefact]:
-    """From the times of the RULER records, which must be there, and of the plain model, measured now."""
-    evaluator = job.evaluator()
-    found = by_suite(job.records("ruler"))
-    rows = []
-    for length in job.scale.lengths:
-        members = found.get(f"ruler-{length}")
-        if members is None:
+    """The shortest length first, and the next as far as the budget goes. What was measured before is kept."""
+    file = job.file("ttft.json")
+    measured: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    lacking = set(job.scale.ttft_lengths or job.scale.lengths) - {told["context_tokens"] for told in measured}
+    notes = []
+    pace = 0.0  # seconds a squared token: at most, for a longer length
+    for length in sorted(lacking):
+        if pace * length**2 > budget.left():
+            notes.append(f"the budget left out {length} tokens; the same command goes on with them")
             continue
-        plan = job.ruler(evaluator, [length], [members[0].task])
-        prefill = evaluator.start(plan.make(plan.prompts[0])).start(STRATEGIES[FULL]())
-        times = {method.strategy: _median_ttft(members, method) for method in methods(job)}
-        times |= _plain_times(job.model, prefill.layout.ids, budget)
-        full, prophetkv = times[FULL], times["prophetkv"]
-        rows.append((length, *(times[name] for name in _TTFT_COLUMNS), full and prophetkv and full / prophetkv))
+        begun = time.perf_counter()
+        plan = Plan([length], [RATIO], list(_REUSING), pairs=_ROUNDS, plain=_attentions(job.model, length))
+        store = TieredStore([MemoryStore(1 << 50)])
+        measured.append({**measure_length(job.model, store, plan, length), "machine": job.evaluator().machine})
+        store.close()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(measured, indent=2))
+        pace = (time.perf_counter() - begun) / length**2
+    rows = [_ttft_row(told) for told in sorted(measured, key=lambda told: told["context_tokens"])]
+    notes += [f"measured on {machine}" for machine in dict.fromkeys(told["machine"] for told in measured)]
     return [
         Artefact(
             stem="table-ttft",
             title="Tables 2 and 4: time to the first token",
             measured=_TTFT,
-            table=Table(("context", *_TTFT_COLUMNS, "full / prophetkv"), tuple(rows)) if rows else None,
-            notes=[] if rows else ["there are no RULER records to take times from"],
+            table=Table(("context", *_TTFT_COLUMNS, "full / prophetkv", "low", "high"), tuple(rows)) if rows else None,
+            notes=notes,
             published=[TTFT],
         )
     ]
@@ -178,25 +187,17 @@ def _ruler_published(length: int) -> Published:
     return tables[min(tables, key=lambda known: abs(known - length))]
 
 
-def _median_ttft(records: Sequence[Record], method: Method) -> float | None:
-    times = [record.timings["ttft"] for record in records if record.method == method.name and not record.error]
-    return median(times) / 1000 if times else None
+def _attentions(model: Model, tokens: int) -> tuple[str, ...]:
+    """Those with which the plain model's prefill fits into memory."""
+    fits = model.heads * tokens**2 * _EAGER_BYTES < _free_bytes(model) / 2
+    return ("sdpa", "eager") if fits else ("sdpa",)
 
 
-def _plain_times(model: Model, ids: Tensor, budget: Budget) -> dict[str, float | None]:
-    """Seconds of the plain model's prefill by kind of attention; None where its memory would not suffice."""
-    times: dict[str, list[float]] = {"sdpa": []}
-    if model.heads * len(ids) ** 2 * _EAGER_BYTES < _free_bytes(model) / 2:
-        times["eager"] = []
-    longest = 0.0
-    while not times["sdpa"] or (len(times["sdpa"]) < _ROUNDS and budget.left() > longest):
-        begun = time.perf_counter()
-        for attention, measured in times.items():
-            start = time.perf_counter()
-            float(model.plain_logits(ids, attention)[0])  # a number on the host: the device has done
-            measured.append(time.perf_counter() - start)
-        longest = max(longest, time.perf_counter() - begun)
-    return {name: median(times[name]) if name in times else None for name in ("sdpa", "eager")}
+def _ttft_row(told: Mapping[str, Any]) -> tuple[Cell, ...]:
+    times = {method["strategy"]: method["ttft_s"] for method in told["methods"].values()}
+    times |= {name: plain["slow_s"] for name, plain in told["plain_against_full"].items()}
+    speed_up = next(m["speed_up"] for m in told["methods"].values() if m["strategy"] == "prophetkv")
+    return (told["context_tokens"], *map(times.get, _TTFT_COLUMNS), speed_up["ratio"], *speed_up["interval"])
 
 
 def _free_bytes(model: Model) -> int:
