@@ -153,7 +153,7 @@ def first_token(
         "bytes_copied": usage.bytes_copied,
         "recomputed_tokens": usage.recomputed_tokens,
     }
-    return Run(seconds, phases, counters, _memory("VmHWM") - resident, usage.decision)
+    return Run(seconds, phases, counters, memory("VmHWM") - resident, usage.decision)
 
 
 def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
@@ -222,12 +222,12 @@ def _restart_peak() -> int:
     """Gives free memory back, begins the peak of the resident set anew, and says where it begins, in bytes."""
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier run left to the allocator would hide what this one needs
     Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
+    return memory("VmRSS")
 
 
-def _memory(name: str) -> int:
-    """A size of this process in bytes, by its name in /proc/self/status (which counts in KiB)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def memory(name: str, file: str = "/proc/self/status") -> int:
+    """A size in bytes by its name in a file of /proc, which counts in KiB; by default one of this process."""
+    for line in Path(file).read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
     raise KeyError(name)

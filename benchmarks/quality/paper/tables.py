@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from benchmarks.quality.runner import Budget
 from benchmarks.quality.suites import longbench_plan
 from benchmarks.quality.summary import by_suite
 from benchmarks.quality.tables import Cell, Table, score_table
-from benchmarks.ttft import Plan, measure_length
+from benchmarks.ttft import Plan, measure_length, memory
 from cache_store.memory import MemoryStore
 from cache_store.tiered import TieredStore
 from engine.model import Model
@@ -203,4 +202,4 @@ def _ttft_row(told: Mapping[str, Any]) -> tuple[Cell, ...]:
 def _free_bytes(model: Model) -> int:
     if model.device.type == "cuda":
         return torch.cuda.mem_get_info(model.device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory("MemAvailable", "/proc/meminfo")  # what caches hold can be had
