@@ -28,14 +28,19 @@ class Breaker:
         self._closed_at = 0.0  # when the present pause ends
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Raises StoreUnavailable while the breaker is open; else notes how the block ends."""
+    def guard(self, proves: bool = True) -> Iterator[None]:
+        """Raises StoreUnavailable while the breaker is open; else notes how the block ends.
+
+        proves: whether a block that ends well shows that the thing works. One that asks for little does not, and does
+        not take the probe's turn either.
+        """
         with self._lock:
             if self._failures >= _FAILURES:
                 now = self._clock()
                 if now < self._closed_at:
                     raise StoreUnavailable(f"{self._what}: paused after repeated failures")
-                self._closed_at = now + self._pause  # this call is the probe
+                if proves:
+                    self._closed_at = now + self._pause  # this call is the probe
         try:
             yield
         except StoreUnavailable:
@@ -46,5 +51,6 @@ class Breaker:
                 if self._failures >= _FAILURES:
                     self._closed_at = self._clock() + self._pause
             raise
-        with self._lock:
-            self._failures, self._pause = 0, _FIRST_SECONDS
+        if proves:
+            with self._lock:
+                self._failures, self._pause = 0, _FIRST_SECONDS

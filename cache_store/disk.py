@@ -50,9 +50,9 @@ class DiskStore:
             self.stats.count("misses")
             return None
         except CorruptEntry as error:
-            self.delete([chunk.key])
             self.stats.reject(error.reason)
             self.stats.count("misses")
+            self.delete([chunk.key])
             return None
         except OSError as error:
             raise self._failed(error) from error
@@ -105,7 +105,8 @@ class DiskStore:
             if status.st_size != expected:
                 raise CorruptEntry("length", f"{status.st_size} bytes instead of {expected}")
             kv = entry.read(partial(_fill, file), chunk, self._layout, landing)
-            os.utime(file)
+            with suppress(OSError):  # what is read-only still serves, with the recency that it had
+                os.utime(file)
         finally:
             os.close(file)
         if chunk.key not in self._ledger:
@@ -122,7 +123,8 @@ class DiskStore:
         """Takes up what another process published, if it is still there."""
         with self._writing:
             if self._path(chunk.key).exists():
-                self._unlink(self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids)) or [])
+                evicted = self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids))
+                self._unlink([chunk.key] if evicted is None else evicted)
                 self._take_stock()
 
     def _publish(self, path: Path, pieces: list[memoryview]) -> int:

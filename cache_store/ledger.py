@@ -107,14 +107,15 @@ class Ledger:
                 record.nbytes = nbytes
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
-        """See KVStore.retain."""
+        """See KVStore.retain. It is no use: recency and popularity stay."""
         with self._lock:
             for key in keys:
                 record = self._records.get(key)
                 if record is not None:
+                    if record.pinned and not retention.pinned:  # while it was pinned it may have left the order
+                        heapq.heappush(self._order, (record.priority, self._tick, key))
                     self._pinned += record.nbytes * (retention.pinned - record.pinned)
                     record.pinned, record.expires = retention.pinned, self._end(retention)
-                    self._use(key, record)
 
     def forget(self, key: str) -> bool:
         """Takes an entry out of the books; False when it was not in them."""

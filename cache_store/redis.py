@@ -19,6 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -30,6 +31,7 @@ from errors import CorruptEntry, StoreMoved, StoreUnavailable
 VALUE_BYTES = 4 << 20
 MAX_VALUES = 256  # 1 GiB an entry; larger ones are not kept here
 _IDLE_CONNECTIONS = 8
+_PIPELINED = 1000  # commands on their way at a time
 
 T = TypeVar("T")
 
@@ -105,9 +107,13 @@ class RedisStore:
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
         """See KVStore. The server evicts as it likes: nothing can be pinned here."""
-        for key in keys:
+        wanted = list(keys)
+        for start in range(0, len(wanted), _PIPELINED):
+            held = wanted[start : start + _PIPELINED]
             for index in range(MAX_VALUES):
-                if not self._ask(partial(_retain, _name(key, index), retention)):
+                there = self._ask(partial(_retain, [_name(key, index) for key in held], retention))
+                held = [key for key, found in zip(held, there, strict=True) if found]
+                if not held:
                     break
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -247,7 +253,7 @@ class _Server:
         """`call` of the client, with redis-py's errors as StoreUnavailable."""
         try:
             return call(self._connected())
-        except redis.RedisError as error:
+        except (redis.RedisError, RedisClusterException) as error:  # the one is not the other's kind
             raise StoreUnavailable(f"redis tier: {type(error).__name__}: {error}") from error
 
     def address(self, name: str) -> Address | None:
@@ -371,11 +377,16 @@ def _unlink(names: list[str], client: Any) -> None:
     client.unlink(*names)
 
 
-def _retain(name: str, retention: Retention, client: Any) -> bool:
-    """False when there is no such value."""
-    if retention.seconds is not None:
-        return bool(client.pexpire(name, _milliseconds(retention.seconds)))
-    return bool(client.persist(name) or client.exists(name))
+def _retain(names: list[str], retention: Retention, client: Any) -> list[bool]:
+    """Which of the values there are."""
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        if retention.seconds is None:
+            pipeline.persist(name)
+        else:
+            pipeline.pexpire(name, _milliseconds(retention.seconds))
+        pipeline.exists(name)
+    return [bool(there) for there in pipeline.execute()[1::2]]
 
 
 def _lengths(size: int) -> list[int]:

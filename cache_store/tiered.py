@@ -48,6 +48,8 @@ class TieredStore:
         self._retentions: dict[str, Retention] = {}
         self._fetches: weakref.WeakValueDictionary[str, Fetch] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
+        self._promoting = threading.Lock()  # held by who writes what was read, so that deletions come before or after
+        self._deletions = 0
         self._readers = ThreadPoolExecutor(_READERS, "kv-reader")
         self._backlog_bytes = backlog_bytes
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
@@ -95,7 +97,7 @@ class TieredStore:
             if not missing:
                 break
             try:
-                with breaker.guard():
+                with breaker.guard(proves=False):  # who says what there is may still not give it
                     held = tier.holds([chunks[index] for index in missing])
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
@@ -145,6 +147,8 @@ class TieredStore:
             for key in wanted:
                 self._retentions.pop(key, None)
         self._forget_fetches(wanted)
+        with self._promoting:
+            self._deletions += 1
         self.flush()
         failed: StoreError | None = None
         for tier in self.tiers:
@@ -192,6 +196,7 @@ class TieredStore:
 
     def _search(self, fetch: Fetch, which: slice) -> bool:
         """Asks some tiers in order; True, and the fetch is over, when one had the chunk."""
+        deletions = self._deletions
         for index in range(len(self.tiers))[which]:
             tier = self.tiers[index]
             fetch.tier = tier.name
@@ -204,7 +209,9 @@ class TieredStore:
                 continue
             if kv is not None:
                 self.stats.count("hits")
-                self._store(index, fetch.chunk, kv, KEEP)
+                with self._promoting:
+                    if self._deletions == deletions:  # else it may be of these
+                        self._store(index, fetch.chunk, kv, KEEP)
                 fetch.settle(kv, tier.name, fetch.faults)
                 return True
         self.stats.count("misses", which.stop is None)

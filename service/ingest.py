@@ -14,11 +14,11 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from cache_store.base import Chunk, Retention
+from cache_store.base import KEEP, Chunk, Retention
 from cache_store.keys import chunk_key
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, EngineClient
-from errors import Cancelled, CatalogueUnavailable, ProphetKVError, StoreError
+from errors import Cancelled, CatalogueUnavailable
 from retriever.catalogue import Catalogue
 from retriever.jobs import JobInfo, Jobs, Work
 from retriever.retriever import Retriever
@@ -84,7 +84,7 @@ class Ingestor:
         """Takes up what a former process left and starts the workers."""
         await asyncio.to_thread(self._jobs.recover)
         self._spaces = await asyncio.to_thread(self._jobs.register_key_space, self._space)
-        await asyncio.to_thread(self._retain)
+        await asyncio.to_thread(self._retain, but=KEEP)  # the tiers have just been opened: they keep everything
         if self._precompute:
             await asyncio.to_thread(self._jobs.encode_again, self._space)
         self._tasks = [
@@ -208,7 +208,7 @@ class Ingestor:
                             if self._stopping.is_set():
                                 return
                     await asyncio.to_thread(self._store.flush)
-                except ProphetKVError:
+                except Exception:  # whatever it is, the chunks that come later are to be encoded
                     log.exception("%d chunks that a query found missing could not be encoded", len(batch))
                 self._backlog.discard(chunk.key for chunk in batch)
 
@@ -238,14 +238,20 @@ class Ingestor:
             else:
                 await self._pause()
 
-    def _retain(self, document: tuple[str, str] | None = None, revision: int | None = None) -> None:
-        """Tells the tiers how long the chunks of a document, a revision, or of all are to be kept."""
+    def _retain(
+        self, document: tuple[str, str] | None = None, revision: int | None = None, but: Retention | None = None
+    ) -> None:
+        """Tells the tiers how long the chunks of a document, a revision, or of all are to be kept.
+
+        `but`: a retention that they need not be told.
+        """
         holders = self._catalogue.holders(document, revision)
         by_retention: dict[Retention, list[str]] = {}
         for digest, retention in self._retention.of_chunks(holders).items():
             by_retention.setdefault(retention, []).append(chunk_key(self._space, digest))
         for retention, keys in by_retention.items():
-            self._store.retain(keys, retention)
+            if retention != but:
+                self._store.retain(keys, retention)
 
     async def _delete_kv(self, digests: list[str]) -> bool:
         """Removes the chunks' KV of every key space from every tier; False when a tier failed."""
@@ -253,8 +259,8 @@ class Ingestor:
         self._backlog.discard(keys)
         try:
             await asyncio.to_thread(self._store.delete, keys)
-        except StoreError as error:
+        except Exception:  # whatever it is, what is to be removed is not forgotten
             self._metrics.purge_failures.inc()
-            log.warning("chunk KV could not be removed from every tier, will be tried again: %s", error)
+            log.exception("chunk KV could not be removed from every tier, will be tried again")
             return False
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -46,7 +45,12 @@ def stats(settings: Settings) -> list[tuple[str, int, int, int]]:
 def verify(settings: Settings, remove: bool) -> Iterator[tuple[str, str, str | None]]:
     """Reads every entry: tier, key, and what is wrong with it, None when nothing is. `remove`: what is damaged."""
     for path, _ in stored_files(_folder(settings)):
-        reason = _damage(_bytes_of(path), path.stem)
+        try:
+            reason = _damage(path.read_bytes(), path.stem)
+        except FileNotFoundError:
+            continue  # a server that runs has evicted it
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
         if reason is not None and remove:
             path.unlink(missing_ok=True)
         yield "disk", path.stem, reason
@@ -108,19 +112,12 @@ def _keys_of(settings: Settings, collection: str, document: str | None) -> set[s
         database.close()
 
 
-def _damage(data: memoryview | bytes, key: str) -> str | None:
+def _damage(data: bytes, key: str) -> str | None:
     """What is wrong with an entry; None when it is whole and lies under its own key."""
     try:
         return None if examine(memoryview(data)) == key else "another key"
     except CorruptEntry as error:
         return error.reason
-
-
-def _bytes_of(path: Path) -> memoryview | bytes:
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return b""
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _folder(settings: Settings) -> Path:
