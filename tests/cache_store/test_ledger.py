@@ -81,7 +81,18 @@ def test_pinned_entries_stay_and_bound_the_others() -> None:
     assert ledger.admit("3", 61, 61) is None
     assert "0" in ledger
     ledger.retain(["0"], KEEP)
-    assert ledger.admit("3", 61, 61) == ["2", "0"]
+    assert ledger.admit("3", 61, 61) == ["0", "2"]  # by the last use, which the pin was not
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_to_be_told_how_long_to_keep_is_no_use(policy: Policy) -> None:
+    ledger = filled(policy, 30, 30, 30)
+    ledger.touch("2")
+    ledger.touch("1")
+    ledger.touch("2")
+    ledger.retain(["2", "1", "0"], KEEP)
+    assert ledger.admit("3", 30, 90) == ["0"]
+    assert ledger.admit("4", 30, 90) == ["1"]
 
 
 def test_pinning_more_than_the_budget_refuses_instead_of_overflowing() -> None:
@@ -245,6 +256,25 @@ def test_a_breaker_waits_longer_each_time_and_lets_one_probe_through() -> None:
     assert [call(True) for _ in range(4)][-1] == "thing: paused after repeated failures"
     clock.now += 1
     assert call(False) == "fine"
+
+
+def test_an_answer_that_proves_nothing_heals_nothing_and_takes_no_turn() -> None:
+    clock = Clock()
+    breaker = Breaker("thing", clock)
+    for _ in range(3):
+        with breaker.guard(proves=False):
+            pass
+        with pytest.raises(StoreUnavailable, match="no"), breaker.guard():
+            raise StoreUnavailable("no")
+    with pytest.raises(StoreUnavailable, match="paused"), breaker.guard(proves=False):
+        pass
+    clock.now += 1
+    with breaker.guard(proves=False):
+        pass
+    with breaker.guard():  # the probe is still to be made, and heals
+        pass
+    with breaker.guard():
+        pass
 
 
 def test_a_breaker_does_not_count_what_is_not_the_mediums_fault() -> None:

@@ -15,7 +15,7 @@ import pytest
 import redis
 import torch
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, OwnMemory, Retention
+from cache_store.base import KEEP, Chunk, ChunkKV, KVLayout, OwnMemory, Retention
 from cache_store.fetch import Fetch
 from cache_store.memory import MemoryStore
 from cache_store.redis import VALUE_BYTES, RedisStore
@@ -355,6 +355,38 @@ def test_a_database_of_its_own_and_a_user(servers: Servers) -> None:
         store.put(chunk_of(1), kv_of(1))
         assert same(store.get(chunk_of(1)), kv_of(1))
         assert len(client.keys("prophetkv:*")) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
+def test_a_redis_that_is_not_there_is_a_failing_tier_of_whatever_kind(scheme: str) -> None:
+    place = "/main" if scheme == "redis+sentinel" else ""
+    tier = RedisStore(f"{scheme}://127.0.0.1:{free_port()}{place}", LAYOUT)
+    store = TieredStore([MemoryStore(0), tier])
+    places, (fault,) = store.locate_many([chunk_of(1)])
+    assert places == [None]
+    assert fault.startswith("redis tier: ")
+    assert store.get(chunk_of(1)) is None
+    store.put(chunk_of(1), kv_of(1))
+    store.flush()
+    assert tier.stats.dropped_writes == 1
+    with pytest.raises(StoreUnavailable):
+        store.delete([chunk_of(1).key])
+    store.close()
+
+
+def test_a_retention_reaches_all_values_of_all_entries(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, LARGE, 5)
+    keys = [chunk_of(number, 1024).key for number in range(3)]
+    for number in range(3):
+        store.put(chunk_of(number, 1024), kv_of(number, 1024, LARGE))
+    with redis.Redis.from_url(redis_server.url) as client:
+        names = client.keys("*")
+        assert len(names) >= 6
+        store.retain([*keys, "unknown"], Retention(seconds=100))
+        assert all(0 < client.ttl(name) <= 100 for name in names)
+        store.retain(keys, KEEP)
+        assert all(client.ttl(name) == -1 for name in names)
     store.close()
 
 

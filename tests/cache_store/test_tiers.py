@@ -174,6 +174,49 @@ def test_a_failing_tier_is_a_miss_that_is_told(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_tier_that_has_everything_and_gives_nothing_is_left_alone() -> None:
+    class Mute(Sick):
+        def holds(self, chunks: Any) -> list[bool]:
+            return [True] * len(chunks)
+
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+            self.stats.count("errors")
+            raise StoreUnavailable("mute tier: Timeout")
+
+    mute = Mute()
+    store = TieredStore([MemoryStore(0), mute])
+    for _ in range(20):
+        store.locate_many([chunk_of(1), chunk_of(2)])
+        store.lookup(chunk_of(1))
+        store.lookup(chunk_of(2))
+    assert mute.stats.errors == 3
+    assert store.locate_many([chunk_of(1)]) == ([None], ("sick tier: paused after repeated failures",))
+    store.close()
+
+
+def test_what_is_deleted_while_it_is_read_does_not_come_back(tmp_path: Path) -> None:
+    reading, deleted = threading.Event(), threading.Event()
+
+    class Gated(DiskStore):
+        def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+            found = super().get(chunk, landing)
+            reading.set()
+            assert deleted.wait(10)
+            return found
+
+    memory, disk = MemoryStore(1 << 20), Gated(tmp_path, LAYOUT, 1 << 20)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([memory, disk])
+    fetch = store.fetch(chunk_of(1))
+    assert reading.wait(10)
+    store.delete([chunk_of(1).key])
+    deleted.set()
+    assert fetch.wait(1 << 30, 10)
+    assert same(fetch.kv, kv_of(1))  # who asked before may still have it
+    assert memory.holds([chunk_of(1)]) == disk.holds([chunk_of(1)]) == [False]
+    store.close()
+
+
 def test_a_chunk_is_located_without_loading_it(tmp_path: Path, redis_server: RedisServer) -> None:
     memory, disk = MemoryStore(1 << 20), DiskStore(tmp_path, LAYOUT, 1 << 20)
     far = RedisStore(redis_server.url, LAYOUT)
