@@ -165,13 +165,14 @@ def test_a_single_chunk_of_one_token_and_no_chunk_at_all(bench: Bench) -> None:
     assert error(bench.logits("naive"), bench.logits("full")) < TOLERANCE
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (8, 1), (8, 2)])
-def test_gqa_groups(heads: tuple[int, int]) -> None:
-    config = FAMILIES["llama"].__class__(
-        **{**FAMILIES["llama"].to_dict(), "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    )
-    bench = Bench(tiny_model(config))
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_gqa_groups(group: int, kv_heads: int) -> None:
+    heads = group * kv_heads
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * heads}
+    bench = Bench(tiny_model(FAMILIES["llama"].__class__(**{**FAMILIES["llama"].to_dict(), **shape, "head_dim": 16})))
     assert error(bench.logits("prophetkv", 1.0), bench.logits("full")) < TOLERANCE
+    assert error(bench.logits("prophetkv", 0.0), bench.logits("naive")) < TOLERANCE
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 2300])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from engine.generate import generate
 from engine.strategies import SERVED, STRATEGIES, make_strategy
 from engine.strategies.auto import Auto
 from engine.strategies.cacheblend import CacheBlend
-from engine.strategies.oracle import importance
+from engine.strategies.oracle import Factor, importance
 from engine.strategies.prophetkv import smoothed
 from errors import InvalidInput, NumericalFault, UnknownStrategy
 from tests.engine.dense import DenseLlama, prophetkv
@@ -66,29 +66,29 @@ def test_a_part_is_recomputed_and_lies_between(llama: Bench, name: str, options:
 
 @pytest.mark.parametrize("name", PARTIAL)
 def test_a_later_token_leaves_what_was_recomputed_before_it_alone(
-    llama: Bench, name: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The selection held fixed, another token in chunk 3 changes no K or V before that chunk, and some behind it."""
 
     def fixed(scores: Tensor, count: int) -> Tensor:
         return torch.arange(0, len(scores), max(1, len(scores) // count))[:count]
 
-    for module in ("prophetkv", "cacheblend", "kvshare", "oracle"):
-        monkeypatch.setattr(f"engine.strategies.{module}.top_tokens", fixed)
+    for kind in STRATEGIES.values():
+        monkeypatch.setattr(f"{kind.__module__}.top_tokens", fixed, raising=False)
 
     def slots(changed: bool) -> Tensor:
-        parts = list(llama.parts)
+        parts = list(bench.parts)
         if changed:
             tokens = list(parts[3].chunk.token_ids)
-            tokens[0] = (tokens[0] + 1) % llama.model.vocab_size
+            tokens[0] = (tokens[0] + 1) % bench.model.vocab_size
             parts[3] = replace(parts[3], chunk=Chunk("f" * 64, tuple(tokens)))
-        kept, llama.parts = llama.parts, tuple(parts)
-        prefill = llama.prefill(name, 0.4)
-        llama.run(prefill)
-        llama.parts = kept
+        kept, bench.parts = bench.parts, tuple(parts)
+        prefill = bench.prefill(name, 0.4)
+        bench.run(prefill)
+        bench.parts = kept
         return prefill.slots.data[:, :, :, : len(prefill.layout)]
 
-    border = llama.prefill().layout.chunk_starts[3]
+    border = bench.prefill().layout.chunk_starts[3]
     before, after = slots(False), slots(True)
     assert torch.equal(before[:, :, :, :border], after[:, :, :, :border])
     assert error(before[:, :, :, border:], after[:, :, :, border:]) > 10 * TOLERANCE
@@ -185,25 +185,36 @@ def test_kvshare_weighs_the_deviation_by_the_attention_received(llama: Bench) ->
     assert set(prefill.selected.tolist()) == set(scores.topk(51).indices.tolist())
 
 
-def test_the_ideal_oracle_is_equation_5(llama: Bench) -> None:
-    """|phi V - phi' V'| from the plain model's attention, layer by layer."""
+@pytest.mark.parametrize("factor", get_args(Factor))
+def test_the_oracle_is_what_its_factor_says(llama: Bench, factor: Factor) -> None:
+    """|phi V - phi' V'| of Eq. 5 and what else it knows, from the plain model's attention, layer by layer."""
     prefill = llama.prefill("oracle")
     run(prefill.assemble())
-    found = run(importance(prefill, "ideal"))
+    found = run(importance(prefill, factor))
     full = llama.prefill("full")
     llama.run(full)
     plain = plain_module(llama.model._module.config, "eager")
     maps = plain(full.layout.ids[None], output_attentions=True).attentions
     context, suffix = full.layout.context, full.layout.suffix_start
-    phi_reused = torch.stack([_reused_phi(llama, layer) for layer in range(3)])
     expected = torch.zeros(257)
     for layer in range(3):
         # Heads of a group share K and V: their weights add up.
-        phi = maps[layer][0, :, suffix:, :].sum(1)[:, context].view(2, 2, -1).sum(1)
-        exact = phi[..., None] * full.context_kv(layer, 1)
-        change = exact - phi_reused[layer][..., None] * prefill.context_kv(layer, 1)
-        expected += change.pow(2).sum((0, 2)).sqrt() / 3
-    assert error(found, expected) < 1e-4
+        from_all, from_suffix = (
+            maps[layer][0, :, first:, :].sum(1)[:, context].view(2, 2, -1).sum(1) for first in (0, suffix)
+        )
+        reused_phi = _reused_phi(llama, layer)
+        exact, reused = full.context_kv(layer, 1), prefill.context_kv(layer, 1)
+        change = exact - reused
+        expected += {
+            "ideal": (from_suffix[..., None] * exact - reused_phi[..., None] * reused).norm(dim=(0, 2)),
+            "delta_phi": (from_suffix.sum(0) - reused_phi.sum(0)).abs(),
+            "phi": reused_phi.sum(0),
+            "v": reused.norm(dim=(0, 2)),
+            "delta_v": change.norm(dim=(0, 2)),
+            "cacheblend": change.norm(dim=(0, 2)).square(),
+            "kvshare": from_all.sum(0) * change.abs().sum((0, 2)),
+        }[factor] / 3
+    assert error(found, expected) < 1e-4 * max(1.0, float(expected.max()))
 
 
 def _reused_phi(bench: Bench, layer: int) -> Tensor:
