@@ -21,8 +21,8 @@ from engine.kernels.graph import DecodeGraph
 from engine.model import Model, token_tensor
 from engine.prefill import Prefill
 from engine.strategies import SERVED, Strategy
+from errors import NumericalFault
 
-_WITHOUT_RATIO = ("full", "prefix", "naive")
 _GROWTH = 3.0  # a round at twice the length takes at most so much longer
 
 
@@ -86,12 +86,12 @@ class Prefills:
 
     def measure(self, name: str, clock: Clock, until: float) -> list[dict[str, Any]]:
         """A result a length and contestant, up to the share `until` of the time."""
-        contestants = [Contestant("plain"), *(Contestant(kind) for kind in _WITHOUT_RATIO if kind != "naive")]
+        contestants = [Contestant("plain"), *(Contestant(name) for name, kind in SERVED.items() if not kind.reuses)]
         for memory in self._stores:
-            contestants.append(Contestant("naive", None, memory))
-            for kind in SERVED:
-                if kind not in (*_WITHOUT_RATIO, "auto"):
-                    contestants += [Contestant(kind, ratio, memory) for ratio in self._plan.ratios]
+            for name, kind in SERVED.items():
+                if kind.reuses and not kind.chooses:
+                    ratios = self._plan.ratios if kind.takes_ratio else (None,)
+                    contestants += [Contestant(name, ratio, memory) for ratio in ratios]
         results, round_share = [], 0.0
         for index, length in enumerate(self._plan.lengths):
             # A length may take what is left, in proportion to its tokens; a warm-up and one round must fit.
@@ -104,6 +104,9 @@ class Prefills:
             except torch.cuda.OutOfMemoryError:
                 clock.leave_out(f"{name} at {length} tokens: out of memory")
                 break
+            except NumericalFault as error:
+                clock.leave_out(f"{name} at {length} tokens: {error}")
+                continue
             results += found
         return results
 

@@ -44,7 +44,6 @@ from service.settings import Settings
 PHASES = ("load", "assemble", "stage1", "select", "stage2", "first_token")
 CHUNK_TOKENS = 512
 SUFFIX_TOKENS = 64  # at least, and hardly more
-_IGNORE_RATIO = ("full", "prefix", "naive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def first_token(
 def _methods(plan: Plan) -> Iterator[tuple[str, Strategy]]:
     yield "full", STRATEGIES["full"]()
     for name in plan.strategies:
-        if name in _IGNORE_RATIO:
+        if not STRATEGIES[name].takes_ratio:
             yield name, STRATEGIES[name]()
             continue
         for ratio in plan.ratios:
@@ -259,7 +258,7 @@ def _summed_up(
         }
         told["methods"][name] = {
             "strategy": strategy.name,
-            "ratio": None if strategy.name in _IGNORE_RATIO else strategy.ratio,
+            "ratio": strategy.ratio if strategy.takes_ratio else None,
             "ttft_s": round(median(run.seconds for run in runs[name]), 4),
             "seconds": [round(run.seconds, 4) for run in runs[name]],  # by round, to compare any two methods
             "speed_up": paired_ratio([run.seconds for run in full], [run.seconds for run in runs[name]]),

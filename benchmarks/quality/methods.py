@@ -13,7 +13,7 @@ from errors import InvalidInput, UnknownStrategy
 FULL, NONE, RANDOM = "full", "none", "random"
 # `prefix` is left out, as it is exact and costs a full prefill; `oracle`, as no service can have it. Both can be named.
 DEFAULT = (FULL, NONE, RANDOM, "naive", "epic", "cacheblend", "kvshare", "prophetkv")
-_WITHOUT_RATIO = {FULL, NONE, "naive", "prefix"}
+_WITHOUT_RATIO = {NONE, *(name for name, kind in STRATEGIES.items() if not kind.takes_ratio)}
 
 
 @dataclass(frozen=True, slots=True)

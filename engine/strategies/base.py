@@ -22,6 +22,7 @@ class Strategy(BaseModel, ABC):
     name: ClassVar[str]
     served: ClassVar[bool] = True  # False: for experiments, no request may name it
     reuses: ClassVar[bool] = True  # False: needs no stored KV, so any model that runs will do
+    takes_ratio: ClassVar[bool] = True  # False: what is recomputed does not depend on `ratio`
     chooses: ClassVar[bool] = False  # True: uses stored KV only where that pays
 
     ratio: float = Field(0.2, ge=0.0, le=1.0, description="share of context tokens to recompute")

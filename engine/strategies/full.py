@@ -15,6 +15,7 @@ class Full(Strategy):
     """All prompt rows through all layers, causal SDPA without a mask. `ratio` has no meaning here: it is 1."""
 
     name: ClassVar[str] = "full"
+    takes_ratio: ClassVar[bool] = False
     reuses: ClassVar[bool] = False
 
     def prefill(self, prefill: Prefill) -> Steps:

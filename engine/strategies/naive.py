@@ -15,6 +15,7 @@ class Naive(Strategy):
     """No context token is recomputed; the question always is, through all layers. `ratio` has no meaning: it is 0."""
 
     name: ClassVar[str] = "naive"
+    takes_ratio: ClassVar[bool] = False
 
     def prefill(self, prefill: Prefill) -> Steps:
         """See Strategy.prefill."""

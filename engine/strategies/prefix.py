@@ -15,6 +15,7 @@ class Prefix(Strategy):
     """Exact: reuses the longest beginning shared with a kept prompt and computes the rest. `ratio` has no meaning."""
 
     name: ClassVar[str] = "prefix"
+    takes_ratio: ClassVar[bool] = False
     reuses: ClassVar[bool] = False
 
     def prefill(self, prefill: Prefill) -> Steps:
