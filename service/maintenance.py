@@ -47,12 +47,12 @@ def verify(settings: Settings, remove: bool) -> Iterator[tuple[str, str, str | N
     for path, _ in stored_files(_folder(settings)):
         try:
             reason = _damage(path.read_bytes(), path.stem)
+            if reason is not None and remove:
+                path.unlink(missing_ok=True)
         except FileNotFoundError:
             continue  # a server that runs has evicted it
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
-        if reason is not None and remove:
-            path.unlink(missing_ok=True)
         yield "disk", path.stem, reason
     with _redis(settings) as redis:
         if redis is None:

@@ -144,3 +144,8 @@ def test_store_stats_verify_purge_and_warm(
     assert list((tmp_path / "data" / "kv").rglob("*.kv")) == []
     with redis.Redis.from_url(redis_server.url) as client:
         assert client.keys("*") == []
+
+    (tmp_path / "data" / "kv" / "00" / "0.kv").mkdir(parents=True, exist_ok=True)  # nothing that could be read
+    status, text = store("verify")
+    assert status == 1
+    assert "0: cannot be read: Is a directory" in text
