@@ -22,7 +22,7 @@ ProphetKVError
 │   └── CorruptEntry
 ├── NumericalFault             NaN or infinity where numbers should be: the request falls back, or fails
 ├── ModelError
-│   ├── UnsupportedModel       reuse is not proven for this architecture, RoPE type or attention
+│   ├── UnsupportedModel       reuse is not proven for it, or it cannot be loaded whole
 │   └── ModelUnavailable       no source answered, or what came has another digest
 ├── CatalogueError             the database was made by a newer version, or is not ours
 │   └── CatalogueUnavailable   it does not answer now: locked, disk full, connection lost
@@ -133,7 +133,7 @@ class ModelError(ProphetKVError):
 
 
 class UnsupportedModel(ModelError):
-    """KV reuse is not proven for this model."""
+    """KV reuse is not proven for this architecture, RoPE type or attention, or the model cannot be loaded whole."""
 
 
 class ModelUnavailable(ModelError):

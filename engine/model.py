@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from engine.forward import Angles, Step, attention
 from engine.placing import turned
 from engine.plain import PlainModel
 from engine.slots import Slots
-from errors import UnsupportedModel
+from errors import ModelError, UnsupportedModel
 
 # Families and RoPE types for which the controls in tests/engine hold.
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -44,7 +45,9 @@ _UNPROVEN = {
     "state_size": " (state space model)",
 }
 ATTENTION = "split-lse-1"  # names the attention implementation in fingerprints; change it when its numbers change
-
+# Fields of a configuration that no number follows: where it lies, who wrote it, what the weights were stored in.
+_IDLE_FIELDS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_NAMED_WEIGHTS = 3  # of those that are wrong, in a message
 
 AttentionInterface.register("prophetkv", attention)
 
@@ -80,6 +83,10 @@ class Model:
             raise UnsupportedModel(
                 "its rotary frequencies do not fit the heads: keys cannot be turned to new positions"
             )
+        if not all(bool((freq.isfinite() & (freq > 0)).all()) for freq in self._inv_freq.values()):
+            raise UnsupportedModel(
+                "its rotary frequencies are not all finite and above 0: correct rope_parameters in its config.json"
+            )
         self.layer_params: int = sum(p.numel() for p in self._layers[0].parameters())
         self.kv_params: int = 2 * self.layout.kv_heads * head_dim * config.hidden_size
 
@@ -87,12 +94,14 @@ class Model:
     def load(cls, folder: Path, device: str = "auto", dtype: str = "auto") -> Model:
         """Loads safetensors weights and the tokenizer from `folder`; nothing in it is executed.
 
-        Raises UnsupportedModel for architectures, RoPE types or attention for which reuse is not proven.
+        Raises UnsupportedModel for architectures, RoPE types or attention for which reuse is not proven, and for what
+        cannot be loaded whole.
         """
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = _read_config(folder)
         check_supported(config)
-        module = _load_module(folder, device, dtype, attn_implementation="prophetkv")
-        return cls(module, load_tokenizer(folder), fingerprint(folder, config, module.dtype))
+        with _explained(f"the model in {folder} cannot be loaded"):
+            module = _load_module(folder, device, dtype, attn_implementation="prophetkv")
+            return cls(module, load_tokenizer(folder), fingerprint(folder, config, module.dtype))
 
     @classmethod
     def random(cls, family: str, shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Model:
@@ -195,29 +204,76 @@ class Model:
 def load_model(folder: Path, device: str = "auto", dtype: str = "auto") -> Model | PlainModel:
     """The model, for reuse where that is proven, else as transformers runs it.
 
-    Raises UnsupportedModel for what is no causal language model, with the reason.
+    Raises UnsupportedModel for what is no causal language model or cannot be loaded whole, with the reason.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _read_config(folder)
     try:
         check_supported(config)
     except UnsupportedModel as refused:
-        try:
+        plainly = f"{refused}; nor can it be served plainly"
+        if getattr(config, "is_encoder_decoder", False):
+            # transformers would load the decoder alone, which says nothing without an encoder's output.
+            raise UnsupportedModel(f"{plainly}: an encoder-decoder is no causal language model") from refused
+        with _explained(plainly):
             module = _load_module(folder, device, dtype)
-        except ValueError as error:
-            raise UnsupportedModel(f"{refused}; nor can it be served plainly: {error}") from error
-        digest = fingerprint(folder, config, module.dtype)
-        return PlainModel(module, load_tokenizer(folder), digest, _eos_ids(module), str(refused))
+            digest = fingerprint(folder, config, module.dtype)
+            return PlainModel(module, load_tokenizer(folder), digest, _eos_ids(module), str(refused))
     return Model.load(folder, device, dtype)
 
 
+def _read_config(folder: Path) -> Any:
+    """Raises UnsupportedModel for a configuration that transformers refuses, or whose RoPE is none."""
+    with _explained(f"config.json in {folder} describes no model that can be loaded"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        ropes = _rope_parameters(config)
+    for rope in ropes:
+        for name in ("rope_theta", "factor"):
+            value = rope.get(name, 1.0)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise UnsupportedModel(f"config.json in {folder}: RoPE's {name} is {value!r}; give a number above 0")
+    return config
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raises UnsupportedModel with what transformers has to say: errors of any type, some of them a bare word."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedModel(f"{what}: {type(error).__name__}: {said}") from error
+
+
 def _load_module(folder: Path, device: str, dtype: str, **options: Any) -> Any:
+    """Raises UnsupportedModel unless the folder holds every weight: transformers makes up those that are not there."""
     target = resolve_device(device)
     kind = resolve_dtype(dtype, target)
+    read: Any = AutoModelForCausalLM.from_pretrained
     with _quiet():
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, use_safetensors=True, trust_remote_code=False, **options
+        module, info = read(
+            folder,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **options,
         )
+    wrong = {"lack": info["missing_keys"], "have in other shapes": {name for name, *_ in info["mismatched_keys"]}}
+    for how, names in wrong.items():
+        if names:
+            raise UnsupportedModel(
+                f"the weights in {folder} {how}: {_named(sorted(names))}; fetch them again, or correct its config.json"
+            )
     return module.to(target).eval()
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first few names, and how many there are besides."""
+    more = len(names) - _NAMED_WEIGHTS
+    return ", ".join(names[:_NAMED_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_supported(config: Any) -> None:
@@ -226,7 +282,7 @@ def check_supported(config: Any) -> None:
     if family not in FAMILIES:
         kind = next((kind for sign, kind in _UNPROVEN.items() if getattr(config, sign, None)), "")
         raise UnsupportedModel(f"model family {family!r}{kind} is not supported; supported are {', '.join(FAMILIES)}")
-    for rope in _rope_types(config):
+    for rope in {rope.get("rope_type", "default") for rope in _rope_parameters(config)}:
         if rope not in ROPE_TYPES:
             raise UnsupportedModel(f"RoPE type {rope!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -236,11 +292,10 @@ def check_supported(config: Any) -> None:
         raise UnsupportedModel("bidirectional attention is not supported")
 
 
-def _rope_types(config: Any) -> set[str]:
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Of all kinds of layers. Gemma 3 states its parameters by kind."""
     stated = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in stated.values() if isinstance(value, dict)] or [stated]
-    return {kind.get("rope_type", "default") for kind in kinds}
+    return [value for value in stated.values() if isinstance(value, dict)] or [stated]
 
 
 def resolve_device(device: str) -> torch.device:
@@ -278,8 +333,10 @@ def fingerprint(folder: Path, config: Any, dtype: torch.dtype) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(_file_digest, weights))
-    rope = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
-    return digest_fields("model", *digests, str(dtype), rope, config.model_type, ATTENTION, tokenizer_digest(folder))
+    # Every other field: which of them a family computes with, transformers alone knows.
+    fields = {name: value for name, value in config.to_dict().items() if name not in _IDLE_FIELDS}
+    shape = json.dumps(fields, sort_keys=True)
+    return digest_fields("model", *digests, str(dtype), shape, ATTENTION, tokenizer_digest(folder))
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -31,6 +31,7 @@ class PlainModel:
         self.dtype: torch.dtype = module.dtype
         self.window: int = getattr(module.config, "max_position_embeddings", None) or 1 << 20
         self.vocab_size: int = module.config.vocab_size
+        self.layers: int = getattr(module.config, "num_hidden_layers", None) or 0
         self._module = module
         self._token_cost = LinearCost((2e-11 * sum(parameter.numel() for parameter in module.parameters()),))
         with torch.inference_mode():

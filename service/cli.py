@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -148,7 +149,9 @@ def doctor(
     except ProphetKVError as error:
         _fail(error)
     if isinstance(model, PlainModel):
-        console.print(f"[red]FAIL[/red] reuse: {model.refused}; every answer is a full prefill", highlight=False)
+        console.print(
+            f"[red]FAIL[/red] reuse: {escape(model.refused)}; every answer is a full prefill", highlight=False
+        )
         raise typer.Exit(1)
     console.print(f"{settings.model} on {model.device} in {str(model.dtype).removeprefix('torch.')}")
     failed = 0
@@ -269,7 +272,7 @@ def _settings(**overrides: object) -> Settings:
 
 
 def _fail(error: Exception) -> NoReturn:
-    console.print(f"[red]{error}[/red]", highlight=False)
+    console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
     raise typer.Exit(1)
 
 

@@ -1,8 +1,8 @@
 """Self-tests on the configured model and machine, and plain words on whether reuse pays here.
 
 The identities are those that the tests prove on tiny models, now on the loaded weights: ratio 0 is naive reuse,
-ratio 1 is the full prefill, a chunk encoded at one place and turned to another is the chunk encoded there, an entry
-survives its codec.
+ratio 1 is the full prefill even over slots that hold garbage, keys of one place turned to another are the keys of that
+place in every kind of layer, an entry survives its codec.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
-from engine.forward import run_steps
-from engine.model import Model
+from engine.forward import ForwardPass, run_steps
+from engine.model import Model, token_tensor
 from engine.placing import COMPILED
 from engine.prefill import Prefill
 from engine.strategies import STRATEGIES
@@ -114,7 +114,13 @@ def _identities(model: Model) -> Iterator[Finding]:
         apart, noise = float((naive - full).abs().max()), float((whole - full).abs().max())
         detail = f"naive and full differ by {apart:.3g}, ratio 1 and full by {noise:.2g}"
         yield Finding("the two can be told apart", apart > 3 * noise, detail)
-        yield _rotation(model, chunks[0])
+        spoiled = prefill("prophetkv", 1.0)
+        run_steps(spoiled.assemble())
+        layout = spoiled.layout
+        spoiled.slots.data[:, :, :, layout.prefix : len(layout)] = torch.nan  # whatever stays of it reaches the logits
+        context = torch.arange(len(layout.context))
+        yield _close("no slot stays stale", run_steps(spoiled.recompute(context)), full, bound)
+        yield from _rotations(model, chunks[0])
         yield _codec(model, chunks[0], run_steps(source.load(chunks[0])).kv)
     finally:
         store.close()
@@ -125,18 +131,29 @@ def _close(what: str, found: Tensor, expected: Tensor, bound: float) -> Finding:
     return Finding(what, error <= bound, f"largest logit error {error:.2g}, bound {bound:.2g}")
 
 
-def _rotation(model: Model, chunk: Chunk) -> Finding:
-    """Keys have no position once turned back:
-
-    encoded behind prefixes of other length they differ only by what they saw.
-
-    The first layer sees nothing of the prefix, so there the two must agree.
-    """
-    near = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 4, chunk)).layer(0)[0].float()
-    far = run_steps(encode_chunk(model, PrefixCache(model), (1,) * 404, chunk)).layer(0)[0].float()
-    error = float((near - far).abs().max() / near.abs().max())
+def _rotations(model: Model, chunk: Chunk) -> Iterator[Finding]:
+    """Keys have no position once turned back: for one layer of each kind, since kinds may have angles of their own."""
     bound = 1e-3 if model.dtype == torch.float32 else 0.05
-    return Finding("rotation", error <= bound, f"keys moved by 400 positions differ by {error:.2g}, bound {bound:.2g}")
+    first = {model.kind(layer): layer for layer in reversed(range(model.layout.layers))}
+    for kind, layer in sorted(first.items(), key=lambda item: item[1]):
+        near, far = (_turned_back(model, chunk, layer, start) for start in (4, 404))
+        error = float((near - far).abs().max() / near.abs().max())
+        what = f"rotation of {kind}" if len(first) > 1 else "rotation"
+        detail = f"keys moved by 400 positions differ by {error:.2g}, bound {bound:.2g}"
+        yield Finding(what, error <= bound, detail)
+
+
+def _turned_back(model: Model, chunk: Chunk, layer: int, start: int) -> Tensor:
+    """A layer's keys of the chunk at `start`, turned back to angle 0, fp32.
+
+    The layer is given the embeddings, as if it were the first: no other token has changed them.
+    """
+    positions = torch.arange(start, start + len(chunk.token_ids))
+    slots = model.new_slots(start + len(chunk.token_ids))
+    rows = ForwardPass(model, token_tensor(chunk.token_ids), positions, slots)
+    rows.layer = layer
+    rows.write_kv()
+    return model.rotation(-positions)(slots.data[layer, 0, :, start:], layer)
 
 
 def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:

@@ -191,12 +191,12 @@ class Pipeline:
 
     def _strategy(self, body: QueryBody) -> Strategy:
         """Raises UnknownStrategy, InvalidInput or ReuseRefused."""
-        if self._refused is not None and (body.strategy or {"name": "full"})["name"] not in ("full", "auto"):
+        asked = body.strategy or {}
+        if self._refused is not None and asked.get("name", "full") not in ("full", "auto"):
             raise ReuseRefused(f"{self._refused}; ask with the strategy 'full' or 'auto', or none")
-        if self._refused is not None:
-            return make_strategy("full", {}, self._layers)
-        options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **(body.strategy or {})}
-        return make_strategy(options.pop("name"), options, self._layers)
+        options = {"ratio": self._settings.ratio, "name": self._settings.strategy, **asked}
+        strategy = make_strategy(options.pop("name"), options, self._layers)
+        return strategy if self._refused is None else make_strategy("full", {}, self._layers)
 
     def _label(self, body: QueryBody) -> str:
         """The strategy's name as a metric label, whose values must be few."""

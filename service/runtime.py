@@ -197,7 +197,7 @@ class Runtime:
             prompt,
             self.space,
             self.model.window,
-            self.model.layout.layers if isinstance(self.model, Model) else 0,
+            self.model.layout.layers if isinstance(self.model, Model) else self.model.layers,
             self.model.refused if isinstance(self.model, PlainModel) else None,
             backlog,
             self._count,

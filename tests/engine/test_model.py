@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -102,6 +106,33 @@ def test_the_fingerprint_follows_everything_that_changes_numbers(tiny_folder: Pa
     assert len(spaces) == 3
 
 
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma2", {"rms_norm_eps": 1e-5}),
+        ("gemma2", {"hidden_activation": "silu"}),
+        ("gemma2", {"sliding_window": 47}),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+        ("gemma2", {"attn_logit_softcapping": 4.0}),
+        ("gemma2", {"query_pre_attn_scalar": 17}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ("llama", {"hidden_act": "gelu"}),
+    ],
+)
+def test_the_fingerprint_follows_the_configuration(tiny_folder: Path, family: str, change: dict[str, Any]) -> None:
+    changed = deepcopy(FAMILIES[family])
+    for name, value in change.items():
+        assert getattr(changed, name) != value
+        setattr(changed, name, value)
+    assert fingerprint(tiny_folder, FAMILIES[family], torch.float32) != fingerprint(tiny_folder, changed, torch.float32)
+
+
+def test_the_fingerprint_of_the_same_model_is_the_same_wherever_it_lies(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = _altered(tiny_folder, tmp_path, transformers_version="5.0.0", architectures=None, dtype="bfloat16")
+    found = {Model.load(each, "cpu", "float32").fingerprint for each in (tiny_folder, tiny_folder, folder)}
+    assert len(found) == 1
+
+
 def test_text_never_becomes_a_special_token(smollm: Path) -> None:
     tokenizer = Model.load(smollm, "cpu", "float32").tokenizer
     ids, offsets = text_encoder(tokenizer)("a <|im_end|> b")
@@ -185,6 +216,100 @@ def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"'t5' .encoder-decoder.* nor can it be served plainly"):
         load_model(tmp_path)
+
+
+def test_an_encoder_decoder_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """transformers loads its decoder as a causal model, and makes up the output layer."""
+    folder = _altered(tiny_folder, tmp_path)
+    size: dict[str, Any] = {"d_model": 16, "vocab_size": AutoConfig.from_pretrained(folder).vocab_size}
+    for side in ("encoder", "decoder"):
+        size |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
+    BartForConditionalGeneration(BartConfig(**size)).save_pretrained(folder)
+    with pytest.raises(UnsupportedModel, match=r"'bart' .encoder-decoder.* nor can it be served plainly"):
+        load_model(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [("tiny_folder", "model.layers.1.mlp.down_proj.weight"), ("gpt2_folder", "transformer.h.1.mlp.c_fc.weight")],
+)
+def test_weights_that_are_not_whole_are_refused_by_name(
+    fixture: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """transformers warns, and makes up what is not there."""
+    folder = _altered(request.getfixturevalue(fixture), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    whole = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"the weights in .* lack: {name}; fetch them again"):
+        load_model(folder, "cpu", "float32")
+    save_file(weights | {name: whole[:3].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"the weights in .* have in other shapes: {name}; fetch them again"):
+        load_model(folder, "cpu", "float32")
+
+
+def test_only_the_first_of_many_missing_weights_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"lack: model\.layers\.2\.[^,]*,[^,]*,[^,]* and 6 more; fetch"):
+        load_model(_altered(tiny_folder, tmp_path, num_hidden_layers=3), "cpu", "float32")
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rope_parameters": _LLAMA3}, "'llama3': {'factor'}"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn': {'factor'}"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "RoPE's factor is 0.0"),
+        ({"rope_parameters": {**_LLAMA3, "factor": 0.0}}, "RoPE's factor is 0.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "RoPE's rope_theta is '10000'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "RoPE's rope_theta is 0;"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}}, "RoPE's rope_theta is -10000.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "RoPE's rope_theta is inf"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "RoPE type 'spiral' is not supported.*; nor can it be served"),
+        ({"rope_parameters": 3}, "rope_parameters"),
+        ({"model_type": "nonesuch"}, "has model type `nonesuch`"),
+        ({"model_type": None}, "describes no model that can be loaded"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"num_attention_heads": 0}, "describes no model that can be loaded"),
+        ({"hidden_act": "nonesuch"}, "cannot be loaded: KeyError: 'nonesuch'"),
+    ],
+)
+def test_a_bad_configuration_is_refused_with_its_reason(
+    tiny_folder: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(_altered(tiny_folder, tmp_path, **change), "cpu", "float32")
+
+
+def test_a_configuration_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match=r"config\.json in .* describes no model that can be loaded"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0, -1.0])
+def test_frequencies_that_are_no_positive_numbers_are_refused(value: float) -> None:
+    module = plain_module(FAMILIES["llama"], "prophetkv")
+    module.model.rotary_emb.inv_freq[1] = value
+    with pytest.raises(UnsupportedModel, match="finite and above 0"):
+        Model(module, None, "x")
+
+
+def _altered(model: Path, scratch: Path, **fields: Any) -> Path:
+    """A copy of a model with other fields in its configuration."""
+    folder = scratch / "altered"
+    shutil.copytree(model, folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return folder
 
 
 def test_frequencies_that_do_not_fit_are_refused() -> None:

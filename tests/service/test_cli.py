@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from torch import Tensor
 
+from engine.forward import Steps
 from engine.model import Model
+from engine.prefill import Prefill
 from service.doctor import _identities
 from service.version import __version__
 from tests.conftest import MODEL_CACHE, ROOT, RedisServer
 from tests.service.conftest import ServerProcess
+from tests.tiny import FAMILIES, tiny_model
 
 
 def prophetkv(*arguments: str, **settings: object) -> tuple[int, str]:
@@ -90,3 +96,39 @@ def test_the_identities_hold_in_bf16_too(tiny_folder: Path) -> None:
     with torch.inference_mode():
         findings = list(_identities(Model.load(tiny_folder, "cpu", "bfloat16")))
     assert [finding.what for finding in findings if not finding.passed] == []
+
+
+def test_doctor_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "a[" / "b]"  # reads like markup
+    folder.mkdir(parents=True)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
+    status, text = prophetkv("doctor", model=folder, data_dir=tmp_path / "data")
+    assert status == 1
+    assert "describes no model that can be loaded: KeyError: " in text
+    assert "{'factor'}" in text
+    assert "Traceback" not in text
+
+
+def _failed(model: Model) -> list[str]:
+    with torch.inference_mode():
+        return [finding.what for finding in _identities(model) if not finding.passed]
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_doctor_finds_a_wrong_frequency_in_every_kind_of_layer(kind: str) -> None:
+    model = tiny_model(FAMILIES["gemma3"])
+    assert _failed(model) == []
+    model._inv_freq[kind] = model._inv_freq[kind].clone()
+    model._inv_freq[kind][2] *= 1.05
+    assert _failed(model) == [f"rotation of {kind}"]
+
+
+def test_doctor_finds_a_slot_that_stays_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    recompute = Prefill.recompute
+
+    def forgetful(prefill: Prefill, selected: Tensor) -> Steps:
+        return recompute(prefill, selected[:-1])
+
+    monkeypatch.setattr(Prefill, "recompute", forgetful)
+    assert "no slot stays stale" in _failed(tiny_model(FAMILIES["llama"]))

@@ -311,6 +311,10 @@ def test_a_model_for_which_reuse_is_not_proven_is_served_by_full_prefill(
         assert "model family 'gpt2' is not supported" in usage["fallback_reason"]
         for name in ("full", "auto"):
             assert ask(client, max_tokens=1, strategy={"name": name})[1]["done"]["usage"]["strategy"] == "full"
+            bad = http.post("/query", json={"question": "x", "strategy": {"name": name, "ratio": 5}})
+            assert (bad.status_code, bad.json()["error"]["code"]) == (422, "invalid_input")
+            assert "strategy.ratio" in bad.json()["detail"]
+        assert ask(client, max_tokens=1, strategy={"name": "auto", "score_layers": [1]})[1]["done"]
         refused = http.post("/query", json={"question": "x", "strategy": {"name": "prophetkv"}})
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "reuse_refused")
         assert "gpt2" in refused.json()["detail"]
