@@ -116,6 +116,18 @@ def test_only_orderings_that_the_intervals_support_are_claimed() -> None:
     assert orderings(few) == []
 
 
+def test_failures_are_no_pairs() -> None:
+    records = [
+        *(record("full", index, 1.0) for index in range(12)),
+        *(record("none", index, 0.0, error="" if index < 5 else "NumericalFault: NaN") for index in range(12)),
+        *(record("naive", index, 0.5) for index in range(12)),
+    ]
+    assert [(gap.method, gap.other) for gap in orderings(records)] == [("full", "naive")]
+    found = by(gaps(records))
+    assert found["none", "task"].difference.pairs == 5
+    assert found["naive", "task"].recovered is None  # no floor on every prompt
+
+
 def test_tasks_that_full_prefill_cannot_do_are_flagged() -> None:
     records = run(
         {
@@ -123,7 +135,10 @@ def test_tasks_that_full_prefill_cannot_do_are_flagged() -> None:
             "none": {"good": [0.0] * 8, "no better": [0.5] * 8, "noisy": [0.0, 1.0] * 4, "hardly": [0.0] * 8},
         }
     )
-    assert uninformative(records) == [("suite", task) for task in ("no better", "noisy", "hardly")]
+    records += run({"full": {"few": [1.0] * 5, "worse": [0.0] * 8}, "none": {"few": [0.0] * 5, "worse": [1.0] * 8}})
+    records += [record("full", task="alone"), record("none", task="alone", error="NumericalFault: NaN")]
+    idle = ("no better", "noisy", "hardly", "few", "worse", "alone")
+    assert uninformative(records) == [("suite", task) for task in idle]
     assert uninformative(run({"full": {"good": [1.0]}})) == []  # without a floor nothing is known
 
 
@@ -163,6 +178,7 @@ def test_the_table_of_gaps() -> None:
         "other": "full",
         "measure": "score",
         "prompts": 6,
+        "differing": 6,
         "value": 50.0,
         "other value": 100.0,
         "difference": -50.0,
