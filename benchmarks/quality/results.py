@@ -89,7 +89,8 @@ class ResultFile:
     def append(self, record: Record) -> None:
         """Adds a record; it is on the disk when this returns.
 
-        Raises ConfigError when it is there already, or when another method's record is of another prompt.
+        Raises ConfigError when it is there already, when another method's record is of another prompt, or when the
+        disk does not take it.
         """
         if record.key in self._keys:
             raise ConfigError(f"the results already hold {record.key}")
@@ -103,11 +104,15 @@ class ResultFile:
 def open_results(path: Path, settings: Mapping[str, Any]) -> Iterator[ResultFile]:
     """Opens a run's file for writing, made if it is not there; `settings` is all that decides the results (JSON).
 
-    A line that was cut off at the end is removed. Raises ConfigError when the run was made with other settings or
-    another process writes to it, InvalidInput for a file that is no run's or has a malformed line.
+    A line that was cut off at the end is removed. Raises ConfigError when the file cannot be written, the run was made
+    with other settings or another process writes to it, InvalidInput for a file that is no run's or has a malformed
+    line.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another file with --out") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,9 +158,13 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    if os.write(descriptor, line) != len(line):
+    try:
+        taken = os.write(descriptor, line)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise ConfigError(f"the disk took no result: {error.strerror}; mend it and start the run again") from error
+    if taken != len(line):
         raise ConfigError("the disk took only a part of a result; make room and start the run again")
-    os.fsync(descriptor)
 
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.quality.results import Record, load, open_results
+from benchmarks.quality.results import Record, ResultFile, load, open_results
 from errors import ConfigError, InvalidInput
 from tests.benchmarks.records import record
 
@@ -143,6 +144,23 @@ def test_what_is_no_number_is_not_written(path: Path) -> None:
             results.append(record(kl=float("nan")))
         assert record().key not in results
     assert load(path)[1] == []
+
+
+def test_where_no_file_can_be_is_refused(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"run\.jsonl cannot be written: Is a directory"):
+        add(path)
+    path.rmdir()
+    path.touch()
+    with pytest.raises(ConfigError, match=r"below\.jsonl cannot be written: .* Name another file with --out"):
+        add(path / "below.jsonl")
+
+
+def test_a_disk_that_takes_nothing_is_said() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(ConfigError, match="the disk took no result: No space left on device"):
+        ResultFile(full, []).append(record())
+    os.close(full)
 
 
 @pytest.mark.parametrize(

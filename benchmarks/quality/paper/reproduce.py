@@ -12,6 +12,8 @@ from benchmarks.quality.paper.artefacts import Artefact, write
 from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, Job
 from benchmarks.quality.runner import Budget
 from benchmarks.report import conditions
+from benchmarks.ttft import fits_window
+from errors import ConfigError, InvalidInput
 
 _BUDGET_SPENT = "the budget was spent before; the same command goes on with it"
 
@@ -41,6 +43,13 @@ PARTS = (
 def check(job: Job) -> None:
     """Raises InvalidInput now for what would only fail when its turn comes: lengths, tasks, paths."""
     job.ruler(job.evaluator(), job.scale.lengths)
+    for length in job.scale.ttft_lengths:
+        if not fits_window(job.model, length):
+            raise InvalidInput(
+                f"ttft_lengths: a context of {length} tokens with its frame and question is beyond the model's window "
+                f"of {job.model.window}",
+                field="ttft_lengths",
+            )
     if job.data.longbench is not None:
         longbench.find(job.data.longbench)
     if job.data.musique is not None:
@@ -51,9 +60,12 @@ def reproduce(job: Job, budget: Budget, command: str) -> bool:
     """Makes all tables and figures and index.md in the job's folder; what fails does not stop the others.
 
     A part gets its share of what is left, so what one leaves over is for the others, and computes one prompt at
-    least. Returns whether nothing failed.
+    least. Returns whether nothing failed. Raises ConfigError when the folder cannot be made.
     """
-    job.out.mkdir(parents=True, exist_ok=True)
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{job.out} cannot be a folder: {error.strerror}. Name another with --out") from error
     job.evaluator().warm_up()
     made: list[Artefact] = []
     for number, part in enumerate(PARTS):
