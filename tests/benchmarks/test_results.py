@@ -138,6 +138,17 @@ def test_the_same_record_twice_is_an_error(path: Path) -> None:
     assert load(path)[1] == [record()]
 
 
+def test_failures_are_tried_again(path: Path) -> None:
+    failed = record(error="NumericalFault: NaN", score=0.0, digest="")
+    assert add(path, failed, record(index=1)) == 2
+    assert load(path)[1] == [failed, record(index=1)]
+    assert add(path, failed, record(index=1)) == 1  # and fails again
+    assert load(path)[1] == [failed, record(index=1)]
+    assert add(path, record(), record(index=1)) == 1
+    assert load(path)[1] == [record(), record(index=1)]
+    assert add(path, record(), record(index=1)) == 0
+
+
 def test_what_is_no_number_is_not_written(path: Path) -> None:
     with open_results(path, SETTINGS) as results:
         with pytest.raises(ValueError, match="JSON compliant"):

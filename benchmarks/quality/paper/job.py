@@ -109,23 +109,29 @@ class Job:
     def run(
         self, name: str, evaluator: Evaluator, plan: Plan, methods: Sequence[Method], budget: Budget
     ) -> tuple[list[Record], list[str]]:
-        """Runs into records/NAME.jsonl. Returns its records of the plan and the methods, and what to say of them."""
+        """Runs into records/NAME.jsonl.
+
+        Returns its records of the plan and the methods but for those of failures, and what to say of them.
+        """
         path = self.file(f"{name}.jsonl")
         with open_results(path, {**evaluator.settings(), **plan.settings}) as results:
             outcome = run(plan, evaluator, methods, results, budget, console=self.console)
         names = {method.name for method in methods}
         wanted = {(prompt.suite, prompt.task, prompt.index) for prompt in plan.prompts}
-        records = [
+        found = [
             record
             for record in load(path)[1]
             if record.method in names and (record.suite, record.task, record.index) in wanted
         ]
+        records = [record for record in found if not record.error]
         notes = [f"{len({record.digest for record in records})} of {len(plan.prompts)} prompts, records in {path.name}"]
         if outcome.left:
             notes.append(f"the budget left out {outcome.left} records; the same command goes on with them")
-        failed = sum(bool(record.error) for record in records)
-        if failed:
-            notes.append(f"{failed} records are of methods that failed and score 0")
+        if failed := [record.error for record in found if record.error]:
+            notes.append(
+                f"{len(failed)} records are of failures, which count nowhere and which the same command tries again; "
+                f"the first: {failed[0]}"
+            )
         notes += [f"{task} not run: {reason}" for task, reason in plan.not_run.items()]
         return records, notes
 
