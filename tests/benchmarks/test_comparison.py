@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.quality.comparison import MEAN, Gap, compare, gap_table, gaps, orderings, uninformative
 from benchmarks.quality.results import Record
+from benchmarks.quality.summary import findings, summary
 from benchmarks.quality.tables import Table, score_table
 from errors import InvalidInput
 from tests.benchmarks.records import record
@@ -116,6 +117,34 @@ def test_only_orderings_that_the_intervals_support_are_claimed() -> None:
     assert orderings(few) == []
 
 
+def test_findings_are_by_every_measure() -> None:
+    """Where scores tie, what full prefill and the right answer are likelier with may still tell methods apart."""
+    records = [
+        *(record("full", index, kl=0.0, nll=1.0) for index in range(8)),
+        *(record("naive", index, kl=0.5, nll=2.0) for index in range(8)),
+        *(record("prophetkv", index, kl=0.25, nll=1.0) for index in range(8)),
+    ]
+    assert findings(records) == [
+        "- no two methods can be told apart by their scores",
+        "- suite, mean over tasks: prophetkv is closer to full prefill than naive by 0.25 nats a token "
+        "(KL, less is better) [0.25, 0.25], 8 prompts",
+        "- suite, mean over tasks: full finds right answers likelier than naive by 1 nats a token "
+        "(NLL, less is better) [1, 1], 8 prompts",
+        "- suite, mean over tasks: prophetkv finds right answers likelier than naive by 1 nats a token "
+        "(NLL, less is better) [1, 1], 8 prompts",
+    ]
+    assert "- suite, mean over tasks: full is better than naive by 56.2 points [" in findings(RUN)[1]
+    assert findings(run({"full": {"one": [1.0]}})) == ["- no two methods can be told apart by their scores"]
+
+
+def test_the_page_has_the_share_that_is_recovered() -> None:
+    page = summary({}, RUN)
+    assert "| method | one | two | mean | PGR |\n" in page
+    for row in ("full | 100.00 | 87.50 | 93.75 | 1.00", "naive | 50.00 | 25.00 | 37.50 | 0.40", "0.00 | 0.00 | 0.00"):
+        assert f"{row} |\n" in page
+    assert "| full | 100.00 | 100.00 | - |\n" in summary({}, run({"full": {"one": [1.0]}}))
+
+
 def test_failures_are_no_pairs() -> None:
     records = [
         *(record("full", index, 1.0) for index in range(12)),
@@ -210,6 +239,19 @@ def test_an_unfinished_run_compares_the_same_prompts() -> None:
         ("full", 100.0, 100.0, None, None),
         ("naive", 50.0, None, None, None),
         ("epic", None, None, 50.0, None),
+    )
+
+
+def test_failures_count_in_no_table() -> None:
+    records = [
+        *run({"full": {"one": [1.0, 0.0], "two": [1.0]}, "naive": {"one": [0.5]}}),
+        record("naive", 1, 0.0, task="one", error="NumericalFault: NaN"),
+        record("naive", 0, 0.0, task="two", error="NumericalFault: NaN"),
+        record("full", 0, 0.0, task="three", error="PromptTooLong: no", digest=""),
+    ]
+    assert score_table(records).rows == (
+        ("full", 100.0, 100.0, None, None),
+        ("naive", 50.0, None, None, None),
     )
 
 

@@ -10,7 +10,9 @@ from benchmarks.quality import longbench, musique
 from benchmarks.quality.paper import figures, tables
 from benchmarks.quality.paper.artefacts import Artefact, write
 from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, Job
+from benchmarks.quality.results import load
 from benchmarks.quality.runner import Budget
+from benchmarks.quality.summary import time_split
 from benchmarks.report import conditions
 from benchmarks.ttft import fits_window
 from errors import ConfigError, InvalidInput
@@ -71,6 +73,7 @@ def reproduce(job: Job, budget: Budget, command: str) -> bool:
     for number, part in enumerate(PARTS):
         share = part.share / sum(later.share for later in PARTS[number:])
         made += _attempt(job, part, budget, share)
+    made += _attempt(job, Part(_time, 1, (("time", "Where the time went"),)), Budget(None), 1)
     pages = [write(job.out, artefact) for artefact in made]
     (job.out / "index.md").write_text("\n".join([_head(job, budget, command), *pages]))
     return not any(artefact.failed for artefact in made)
@@ -90,6 +93,18 @@ def _attempt(job: Job, part: Part, budget: Budget, share: float) -> list[Artefac
     return [
         Artefact(stem=stem, title=title, measured="", notes=[reason], failed=failed) for stem, title in part.artefacts
     ]
+
+
+def _time(job: Job, budget: Budget) -> list[Artefact]:
+    """What the folder's records took; nothing when there are none."""
+    records = [record for path in sorted(job.file("").glob("*.jsonl")) for record in load(path)[1]]
+    if not records:
+        return []
+    measured = (
+        "Seconds of computation behind all records of this folder, those of earlier runs too; Tables 2 and 4 aside."
+    )
+    table = time_split(records, lambda record: record.strategy)
+    return [Artefact(stem="time", title="Where the time went", measured=measured, table=table)]
 
 
 def _head(job: Job, budget: Budget, command: str) -> str:
