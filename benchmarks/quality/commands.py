@@ -66,7 +66,10 @@ def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
     if outcome.left:
         console.print(f"{outcome.left} records did not fit the budget; the same command goes on", highlight=False)
     if outcome.errors:
-        console.print(f"{len(outcome.errors)} records are of failures, the first: {outcome.errors[0].error}")
+        console.print(
+            f"{len(outcome.errors)} records are of failures, which the same command tries again; the first: "
+            f"{outcome.errors[0].error}"
+        )
         raise typer.Exit(1)
 
 
