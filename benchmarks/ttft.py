@@ -191,6 +191,12 @@ def request_maker(model: Model, length: int, chunk_tokens: int = CHUNK_TOKENS) -
     )
 
 
+def fits_window(model: Model, length: int) -> bool:
+    """Whether a request of `request_maker` over that context, with its first token, fits the model's window."""
+    # Only then the frame is counted: the text of a length far beyond the window is not made.
+    return length < model.window and len(_ids(request_maker(model, length)(STRATEGIES["full"]()))) < model.window
+
+
 def _ids(request: GenerateRequest) -> torch.Tensor:
     ids = [*request.prefix]
     for part in request.parts:

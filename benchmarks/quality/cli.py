@@ -26,7 +26,14 @@ Strategies = Annotated[
 Ratios = Annotated[str, typer.Option(help="shares of context to recompute, comma-separated")]
 Seed = Annotated[int, typer.Option(help="decides the prompts")]
 Minutes = Annotated[float | None, typer.Option(help="begin no prompt that would take longer in all; default: no limit")]
-Jobs = Annotated[int, typer.Option(min=1, help="processes that share the cores; times are comparable with 1 only")]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="processes that share the cores; times are comparable with 1 only, and what methods have done of the "
+        "prompts at work is computed again after an interruption",
+    ),
+]
 ChunkTokens = Annotated[int, typer.Option(min=16, help="longest chunk")]
 Haystack = Annotated[Path | None, typer.Option(help="text or folder to hide needles in; default: the sample documents")]
 Squad = Annotated[Path | None, typer.Option(help="SQuAD 2.0 JSON, for qa_1")]
@@ -77,7 +84,9 @@ def ruler(
 def longbench(
     path: Annotated[Path, typer.Argument(help="folder of the published JSONL files")],
     out: Out,
-    limit: Annotated[int | None, typer.Option(help="longest prompt with answer; default: the model's window")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="longest prompt with answer; default: the model's window")
+    ] = None,
     tasks: Tasks = "",
     samples: Samples = 10,
     strategies: Strategies = _DEFAULT,
@@ -97,11 +106,12 @@ def longbench(
             Options(out, model, strategies, _floats(ratios, "ratios"), minutes, jobs, chunk_tokens, _STARTED),
             lambda evaluator: longbench_plan(
                 evaluator.builder.encode,
-                min(evaluator.room, limit or evaluator.room),
+                evaluator.room,
                 path,
                 samples=samples,
                 tasks=_names(tasks),
                 seed=seed,
+                limit=limit,
             ),
         )
 
@@ -172,12 +182,12 @@ def paper(
 def compare(
     a: Annotated[Path, typer.Argument(help="a run's file")], b: Annotated[Path, typer.Argument(help="another's")]
 ) -> None:
-    """Paired differences with intervals of two runs, on the prompts that both have."""
+    """Paired differences with intervals of two runs, on the prompts that both have, and what else differs."""
     with _failing():
         from benchmarks.quality.commands import differences
         from benchmarks.quality.results import load
 
-        print(f"# {a.name} against {b.name}\n{differences(load(a)[1], load(b)[1])}")
+        print(f"# A, {a.name}, against B, {b.name}\n{differences(load(a), load(b))}")
 
 
 @app.command()

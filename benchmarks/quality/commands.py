@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -24,6 +25,8 @@ from benchmarks.quality.summary import MEASURES, summary
 from errors import ConfigError, InvalidInput
 from service.models import resolve_language_model
 from service.settings import load_settings
+
+Run = tuple[Mapping[str, Any], Sequence[Record]]  # its settings and records
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
     if outcome.left:
         console.print(f"{outcome.left} records did not fit the budget; the same command goes on", highlight=False)
     if outcome.errors:
-        console.print(f"{len(outcome.errors)} records are of failures, the first: {outcome.errors[0].error}")
+        console.print(
+            f"{len(outcome.errors)} records are of failures, which the same command tries again; the first: "
+            f"{outcome.errors[0].error}"
+        )
         raise typer.Exit(1)
 
 
@@ -75,15 +81,29 @@ def model_source(model: str | None) -> tuple[ModelSource, int]:
     return ModelSource(name, folder, settings.device, settings.dtype, settings.kv_codec), settings.threads
 
 
-def differences(a: Sequence[Record], b: Sequence[Record]) -> str:
-    """Tables of run `a` against run `b` by each measure that both have. Raises InvalidInput when there is none."""
-    tables = [f"\n## score\n\n{gap_table(compare(a, b)).markdown()}"]
+def differences(a: Run, b: Run) -> str:
+    """Which settings differ, what could not be paired, and tables of run `a` against `b` by each measure of both.
+
+    Raises InvalidInput when there is none.
+    """
+    (ours, mine), (theirs, others) = a, b
+    lines = [
+        f"- {name} is {ours.get(name)!r} in A and {theirs.get(name)!r} in B"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    ]
+    found = compare(mine, others)
+    sides = (("A", mine, {gap.method for gap in found}), ("B", others, {gap.other for gap in found}))
+    for side, records, paired in sides:
+        if left := [name for name in dict.fromkeys(record.method for record in records) if name not in paired]:
+            lines.append(f"- of {side} not paired: {', '.join(left)}")
+    tables = [f"\n## score\n\n{gap_table(found).markdown()}"]
     for measure in MEASURES[1:]:
         try:
-            tables.append(f"\n## {measure}\n\n{gap_table(compare(a, b, measure=measure)).markdown()}")
+            tables.append(f"\n## {measure}\n\n{gap_table(compare(mine, others, measure=measure)).markdown()}")
         except InvalidInput:
             continue
-    return "".join(tables)
+    return "".join([*(f"\n{line}" for line in lines), "\n" if lines else "", *tables])
 
 
 def reproduce_paper(model: str | None, budget: Budget, data: Data, out: Path, scale: Scale) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
@@ -56,7 +56,7 @@ def gaps(
     methods = _by_method(records)
     if reference not in methods:
         raise InvalidInput(f"the results hold no {reference!r} to compare with")
-    floors = {record.digest: record.score for record in methods.get(floor, [])} if measure == "score" else {}
+    floors = {one.digest: one.score for one in _measured(methods.get(floor, []), measure)} if measure == "score" else {}
     return [
         gap
         for method, members in methods.items()
@@ -95,14 +95,19 @@ def orderings(records: Sequence[Record], *, measure: Measure = "score") -> list[
 
 
 def uninformative(records: Sequence[Record], *, reference: str = "full", floor: str = "none") -> list[tuple[str, str]]:
-    """(suite, task) where full prefill is not shown to be better than no context: they tell nothing about reuse."""
+    """(suite, task) that tell nothing about reuse: full prefill is not shown to be better than no context by enough.
+
+    Empty without records of both.
+    """
     methods = _by_method(records)
-    spans = _differences(methods.get(reference, []), methods.get(floor, []), "score", {})
-    return [
+    if reference not in methods or floor not in methods:
+        return []
+    telling = {
         (gap.suite, gap.task)
-        for gap in spans
-        if gap.task != MEAN and (gap.difference.low <= 0 or gap.difference.mean < LEAST_SPAN)
-    ]
+        for gap in _differences(methods[reference], methods[floor], "score", {})
+        if gap.difference.is_clear and gap.difference.mean >= LEAST_SPAN
+    }
+    return [task for task in dict.fromkeys((record.suite, record.task) for record in records) if task not in telling]
 
 
 def gap_table(found: Iterable[Gap]) -> Table:
@@ -114,7 +119,7 @@ def gap_table(found: Iterable[Gap]) -> Table:
         numbers = (gap.value, gap.other_value, interval.mean, interval.low, interval.high)
         rows.append(
             (
-                *(gap.suite, gap.task, gap.method, gap.other, gap.measure, interval.pairs),
+                *(gap.suite, gap.task, gap.method, gap.other, gap.measure, interval.pairs, interval.differing),
                 *(scale * number for number in numbers),
                 "yes" if interval.is_clear else "no",
                 gap.recovered,
@@ -127,6 +132,7 @@ def gap_table(found: Iterable[Gap]) -> Table:
         "other",
         "measure",
         "prompts",
+        "differing",
         "value",
         "other value",
         "difference",
@@ -139,11 +145,11 @@ def gap_table(found: Iterable[Gap]) -> Table:
 def _differences(
     ours: Iterable[Record], theirs: Iterable[Record], measure: Measure, floors: Mapping[str, float]
 ) -> list[Gap]:
-    """For each suite a gap per task and, if there are several, last their mean. What lacks the measure is left out."""
-    other = {record.digest: record for record in theirs if getattr(record, measure) is not None}
+    """For each suite a gap per task and, if there are several, last their mean."""
+    other = {record.digest: record for record in _measured(theirs, measure)}
     suites: dict[str, dict[str, list[tuple[Record, Record]]]] = defaultdict(lambda: defaultdict(list))
-    for record in ours:
-        if record.digest in other and getattr(record, measure) is not None:
+    for record in _measured(ours, measure):
+        if record.digest in other:
             suites[record.suite][record.task].append((record, other[record.digest]))
     found = []
     for suite, tasks in suites.items():
@@ -151,6 +157,11 @@ def _differences(
         if len(tasks) > 1:
             found.append(_gap(suite, MEAN, list(tasks.values()), measure, floors))
     return found
+
+
+def _measured(records: Iterable[Record], measure: Measure) -> Iterator[Record]:
+    """Those that have the measure. The score of a failure is none: it says nothing about the answers."""
+    return (record for record in records if not record.error and getattr(record, measure) is not None)
 
 
 def _gap(suite: str, task: str, strata: Sequence[_Pairs], measure: Measure, floors: Mapping[str, float]) -> Gap:

@@ -16,9 +16,12 @@ from benchmarks.quality.methods import FULL, Method
 from benchmarks.quality.prompts import PromptBuilder
 from benchmarks.quality.results import Record
 from benchmarks.quality.sample import Sample
+from benchmarks.quality.suites import PromptId
 from benchmarks.report import cpu_name
 from engine.encode import PrefixCache
 from engine.model import Model, text_decoder
+from errors import PromptTooLong
+from service.version import __version__
 
 _WARM_UP_TOKENS = 64
 
@@ -80,7 +83,8 @@ class Evaluator:
     @property
     def machine(self) -> str:
         """What the records are measured on."""
-        return f"{self._device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        threads = torch.get_num_threads()
+        return f"{self._device}, {threads} threads, torch {torch.__version__}, prophetkv {__version__}"
 
     @property
     def room(self) -> int:
@@ -100,13 +104,22 @@ class Evaluator:
 
     @torch.inference_mode()
     def records(self, work: Work) -> Iterator[Record]:
-        """One record a method, as each is done.
+        """One record a method, as each is done. Those of a prompt that does not fit the window say so."""
+        begun = time.perf_counter()
+        try:
+            run = self.start(work.sample)
+        except PromptTooLong as error:
+            for method in work.methods:
+                yield self.failure(work.sample, method, error)
+            return
+        yield from self.measured(work, run, begun)
+
+    def measured(self, work: Work, run: PromptRun, begun: float) -> Iterator[Record]:
+        """The records of a prompt that fits, whose preparation began at `begun`, of time.perf_counter().
 
         Full prefill is computed in any case, for the others are compared with it. A method that fails has a record that
         says so, and the next one goes on.
         """
-        begun = time.perf_counter()
-        run = self.start(work.sample)
         prepared = {"prepare": round(1000 * (work.seconds + time.perf_counter() - begun), 3)}
         wanted = {method.name for method in work.methods}
         for method in (Method(FULL), *(method for method in work.methods if method.strategy != FULL)):
@@ -122,17 +135,22 @@ class Evaluator:
         except Exception as error:  # whatever a method does wrong belongs to its results
             return error
 
-    def blank(self, sample: Sample, method: Method) -> Record:
-        """A record that says of what it is, and nothing else."""
+    def failure(self, prompt: Sample | PromptId, method: Method, error: Exception) -> Record:
+        """The record of what could not be measured."""
+        return replace(self.blank(prompt, method), error=f"{type(error).__name__}: {error}")
+
+    def blank(self, prompt: Sample | PromptId, method: Method) -> Record:
+        """A record that says of what it is, and nothing else. A prompt that could not be made has its name only."""
+        made = prompt if isinstance(prompt, Sample) else None
         return Record(
             model=self.name,
-            suite=sample.suite,
-            task=sample.task,
-            index=sample.index,
+            suite=prompt.suite,
+            task=prompt.task,
+            index=prompt.index,
             strategy=method.strategy,
             options=method.options,
-            digest=sample.digest,
-            group=sample.group,
+            digest=made.digest if made else "",
+            group=made.group if made else "",
             score=0.0,
             prediction="",
             machine=self.machine,
@@ -140,16 +158,15 @@ class Evaluator:
 
     def _record(self, sample: Sample, method: Method, found: Measured | Exception) -> Record:
         """The record of a method's answer, or of its failure."""
-        blank = self.blank(sample, method)
         if isinstance(found, Exception):
-            return replace(blank, error=f"{type(found).__name__}: {found}")
+            return self.failure(sample, method, found)
         begun = time.perf_counter()
         decode = text_decoder(self.model.tokenizer)
         prediction = "".join(map(decode, found.answer))
         score, more = suites.score(sample, prediction)
         timings = {**found.timings, "score": 1000 * (time.perf_counter() - begun)}
         return replace(
-            blank,
+            self.blank(sample, method),
             score=score,
             more=more,
             prediction=prediction,

@@ -204,14 +204,15 @@ def load(path: Path) -> list[Sample]:
     """All samples of a file, whose name says which set it is. The task keeps the `_e` of an extended set.
 
     Samples of an extended set are grouped by their length as LongBench-E reports it: 0-4k, 4-8k, 8k+ words.
-    Raises InvalidInput for a missing file, an unknown set, or a malformed line, which it names.
+    Raises InvalidInput for a missing file, an unknown set, or a line that is malformed or lacks what the set's score
+    needs, which it names.
     """
     task = path.stem
     if _base(task) not in DATA_SETS:
         raise InvalidInput(f"{path} is none of LongBench's sets: {', '.join(DATA_SETS)}", field="longbench")
     if not path.is_file():
         raise InvalidInput(f"no file at {path}", field="longbench")
-    samples = [_sample(task, index, line) for index, line in enumerate(_lines(path))]
+    samples = [_sample(task, index, line) for index, line in enumerate(_lines(path, DATA_SETS[_base(task)].metric))]
     if not samples:
         raise InvalidInput(f"{path} holds no samples", field="longbench")
     return samples
@@ -259,20 +260,25 @@ def _base(task: str) -> str:
     return task.removesuffix("_e")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+def _lines(path: Path, metric: Metric) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield _checked(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+                yield _checked(json.loads(line.decode()), metric)
+            except (ValueError, KeyError, TypeError, InvalidInput) as error:
                 raise InvalidInput(f"{path}: line {number} is malformed: {error}", field="longbench") from error
 
 
-def _checked(line: Any) -> dict[str, Any]:
+def _checked(line: Any, metric: Metric) -> dict[str, Any]:
     answers, classes = line["answers"], line.get("all_classes") or []
     texts = (line["input"], line["context"], *answers, *classes)
     if not (isinstance(answers, list) and answers and all(isinstance(text, str) for text in texts)):
         raise ValueError("input, context, answers or all_classes is missing, empty or not text")
+    if metric == "classification" and not classes:
+        raise ValueError("all_classes is empty: there is nothing to choose from")
+    if metric in ("retrieval", "retrieval_zh"):
+        for answer in answers:
+            getattr(metrics, metric)("", answer)  # raises for an answer that names no paragraph
     return {**line, "all_classes": classes, "length": int(line["length"])}
 
 

@@ -95,12 +95,12 @@ def retrieval(prediction: str, answer: str) -> float:
 
     Raises InvalidInput when it does not.
     """
-    return count(prediction, _paragraph_number(r"Paragraph (\d+)", answer))
+    return count(prediction, _paragraph_number("Paragraph ", answer))
 
 
 def retrieval_zh(prediction: str, answer: str) -> float:
     """As `retrieval`, for answers that read "段落12"."""
-    return count(prediction, _paragraph_number(r"段落(\d+)", answer))
+    return count(prediction, _paragraph_number("段落", answer))
 
 
 def count(prediction: str, answer: str) -> float:
@@ -195,8 +195,8 @@ def _common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[str]:
     return words
 
 
-def _paragraph_number(pattern: str, answer: str) -> str:
-    found = re.search(pattern, answer)
+def _paragraph_number(label: str, answer: str) -> str:
+    found = re.search(rf"{label}(\d+)", answer)
     if found is None:
-        raise InvalidInput(f"the answer {answer!r} names no paragraph")
+        raise InvalidInput(f"the answer {answer!r} names no paragraph, such as '{label}12'")
     return found[1]

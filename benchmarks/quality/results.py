@@ -1,7 +1,8 @@
 """The file that a run's results are kept in: JSON lines, the run's settings first, then a line per prompt and strategy.
 
 Lines are only ever appended, each in one write that is on the disk before the next prompt begins. What was cut off in
-the middle of a line is computed again; a run that is started again with the same settings goes on where it ended.
+the middle of a line is computed again; a run that is started again with the same settings goes on where it ended, and
+tries again what failed: a later line stands in for one with an error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Record:
     options: what the strategy was run with, such as its ratio; digest: the sample's, the same for every strategy and
     run; group: as in the sample; score: 0 to 1; more: other scores by name; kl: teacher-forced divergence from full
     prefill in nats a token; nll: negative log-likelihood of the gold answer in nats a token; tokens: counts by name;
-    timings: milliseconds by phase; machine: what they were measured on; error: why there is no answer, which scores 0.
+    timings: milliseconds by phase; machine: what they were measured on; error: why there is no answer. Such a record
+    scores 0 but is no part of any mean, and its digest is empty where the prompt could not be made.
     """
 
     model: str
@@ -73,12 +75,13 @@ def method_name(strategy: str, options: Mapping[str, Option]) -> str:
 
 
 class ResultFile:
-    """A run's file, opened to add to it. `key in file`: that record is there already."""
+    """A run's file, opened to add to it. `key in file`: that record is there already, and of no failure."""
 
     def __init__(self, descriptor: int, records: list[Record]) -> None:
         self._descriptor = descriptor
-        self._keys = {record.key for record in records}
-        self._digests = {_prompt(record): record.digest for record in records}
+        done = [record for record in records if not record.error]
+        self._keys = {record.key for record in done}
+        self._digests = {_prompt(record): record.digest for record in done}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -89,10 +92,14 @@ class ResultFile:
     def append(self, record: Record) -> None:
         """Adds a record; it is on the disk when this returns.
 
-        Raises ConfigError when it is there already, or when another method's record is of another prompt.
+        Raises ConfigError when it is there already, when another method's record is of another prompt, or when the
+        disk does not take it.
         """
         if record.key in self._keys:
             raise ConfigError(f"the results already hold {record.key}")
+        if record.error:
+            _append(self._descriptor, _line(asdict(record)))
+            return
         if self._digests.setdefault(_prompt(record), record.digest) != record.digest:
             raise ConfigError(f"the results are of other prompts: {record.suite} {record.task} {record.index} differs")
         _append(self._descriptor, _line(asdict(record)))
@@ -103,11 +110,15 @@ class ResultFile:
 def open_results(path: Path, settings: Mapping[str, Any]) -> Iterator[ResultFile]:
     """Opens a run's file for writing, made if it is not there; `settings` is all that decides the results (JSON).
 
-    A line that was cut off at the end is removed. Raises ConfigError when the run was made with other settings or
-    another process writes to it, InvalidInput for a file that is no run's or has a malformed line.
+    A line that was cut off at the end is removed. Raises ConfigError when the file cannot be written, the run was made
+    with other settings or another process writes to it, InvalidInput for a file that is no run's or has a malformed
+    line.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another file with --out") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +142,7 @@ def open_results(path: Path, settings: Mapping[str, Any]) -> Iterator[ResultFile
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """A run's settings and records. Changes nothing; a line that was cut off at the end is left out.
+    """A run's settings and records, of what was tried again the last. Changes nothing; a line cut off is left out.
 
     Raises InvalidInput when there is no run at `path` or a line is malformed, which it names.
     """
@@ -153,9 +164,13 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    if os.write(descriptor, line) != len(line):
+    try:
+        taken = os.write(descriptor, line)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise ConfigError(f"the disk took no result: {error.strerror}; mend it and start the run again") from error
+    if taken != len(line):
         raise ConfigError("the disk took only a part of a result; make room and start the run again")
-    os.fsync(descriptor)
 
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record]]:
@@ -171,7 +186,7 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record]]:
             if unknown := set(value) - _FIELDS:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
             record = _RECORD.validate_python(value)
-            if record.key in records:
+            if record.key in records and not records[record.key].error:
                 raise ValueError(f"{record.key} is there twice")
         except ValidationError as error:
             first = error.errors()[0]

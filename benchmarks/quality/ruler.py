@@ -35,6 +35,8 @@ _NEEDLES = {
     "niah_multiquery": Needles("essay", "words", "numbers", key_count=4, asked=4),
 }
 _QA = {"qa_1": read_squad, "qa_2": read_hotpotqa}
+# What the tasks that are not generated need.
+NEEDS = {"qa_1": "needs the path of a SQuAD 2.0 JSON file", "qa_2": "needs the path of a HotpotQA JSON file"}
 TASKS = (*_NEEDLES, "vt", "cwe", "fwe", *_QA)
 
 
@@ -67,12 +69,7 @@ class Ruler:
         self._questions: dict[str, QuestionSet] = {
             task: _QA[task](path) for task, path in paths.items() if path is not None
         }
-        self.not_run = {
-            "qa_1": "needs the path of a SQuAD 2.0 JSON file",
-            "qa_2": "needs the path of a HotpotQA JSON file",
-        }
-        for task in self._questions:
-            del self.not_run[task]
+        self.not_run = {task: reason for task, reason in NEEDS.items() if task not in self._questions}
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -1,8 +1,13 @@
 """How each of RULER's tasks (arXiv 2404.06654) is drawn: a draft whose context can be made as long as is asked for.
 
-The definitions and all numbers are RULER's; the words of the prompts are ours, so absolute scores are near the
-published ones and not the same. Everything random is drawn before the length is known: the draft of a seed is one
-prompt, of any length.
+The definitions and all numbers are RULER's but where it is said; the words of the prompts are ours, so absolute scores
+are near the published ones and not the same. Everything random is drawn before the length is known: the draft of a seed
+is one prompt, of any length.
+
+Depths are RULER's where the haystack is an essay: without repetition from 40 equally spaced ones, of which the first is
+before all sentences and the last behind them; RULER rounds them to whole percents of the text, these are not rounded.
+Among noise and other needles, and for variable tracking, RULER draws any place between two lines, which depends on the
+length; here it is one of the same 40 depths, so that a needle stays where it is when the length changes.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from benchmarks.quality.haystack import NOISE
 from benchmarks.quality.qa_sets import QuestionSet
 from benchmarks.quality.words import ADJECTIVES, NOUNS, VERBS
 
-# Needles lie at one of 40 equally spaced depths from the first to the last sentence.
+# Of the text, from before its first line to behind its last.
 _DEPTHS = 40
 # Below this many tokens the word lists are shorter in proportion, as RULER makes them.
 _SHORT = 4096

@@ -21,6 +21,7 @@ from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record, ResultFile
 from benchmarks.quality.suites import Plan, PromptId
+from errors import PromptTooLong
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ def run(
 ) -> Outcome:
     """Computes what is missing, as far as the budget goes; a prompt that would overrun it is not begun.
 
-    At least one prompt is computed, for nothing is known of their cost before. Raises PromptTooLong for a prompt that
-    does not fit the model's window.
+    At least one prompt is computed, for nothing is known of their cost before. A prompt that does not fit the model's
+    window has records that say so.
     """
     missing = [
         (prompt, lacking) for prompt in plan.prompts if (lacking := _lacking(evaluator, prompt, methods, results))
@@ -71,23 +72,31 @@ def run(
     outcome = Outcome(left=total)
     pace = _Pace(budget)
 
+    def keep(record: Record) -> None:
+        results.append(record)
+        outcome.added += 1
+        outcome.left -= 1
+        pace.observe(record)
+        if record.error:
+            outcome.errors.append(record)
+        advance(f"{record.suite} {record.task} {record.index} {record.method}")
+
     def work() -> Iterator[Work]:
         for prompt, lacking in missing:
             if pace.allows(prompt):
                 begun = time.perf_counter()
-                sample = plan.make(prompt)
+                try:
+                    sample = plan.make(prompt)
+                except PromptTooLong as error:
+                    for method in lacking:
+                        keep(evaluator.failure(prompt, method, error))
+                    continue
                 yield Work(sample, lacking, time.perf_counter() - begun)
 
     with progress(console, total) as advance:
         for records in _computed(work(), evaluator, workers):
             for record in records:
-                results.append(record)
-                outcome.added += 1
-                outcome.left -= 1
-                pace.observe(record)
-                if record.error:
-                    outcome.errors.append(record)
-                advance(f"{record.suite} {record.task} {record.index} {record.method}")
+                keep(record)
     return outcome
 
 
@@ -148,6 +157,8 @@ class _Pace:
         return self._budget.left() > fmean(alike or self._spent.values())
 
     def observe(self, record: Record) -> None:
+        if not record.timings:
+            return  # refused before anything was computed
         parts = ("prepare", "encode", "prefill", "decode", "forced", "score")
         seconds = sum(record.timings.get(part, 0.0) for part in parts) / 1000
         self._spent[record.suite, record.task, record.index] += seconds

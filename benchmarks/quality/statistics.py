@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# With five pairs, all of one sign, a two-sided sign test is at 0.06: no interval makes fewer than six a finding.
+# With five differences, all of one sign, a two-sided sign test is at 0.06: no interval makes fewer than six a finding.
+# Ties say nothing of the sign, but the bootstrap is narrowed by them: four of twelve that differ would exclude 0.
 LEAST_PAIRS = 6
 # A span of less between no context and full prefill (5 points of 100) is too little to measure a share of.
 LEAST_SPAN = 0.05
@@ -15,17 +16,21 @@ LEAST_SPAN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its bootstrap interval, over `pairs` paired prompts. The unit is that of the scores."""
+    """A mean with its bootstrap interval, over `pairs` paired prompts. The unit is that of the scores.
+
+    differing: the pairs that are no ties.
+    """
 
     mean: float
     low: float
     high: float
     pairs: int
+    differing: int
 
     @property
     def is_clear(self) -> bool:
-        """The sign of the mean may be claimed: the interval excludes 0, on enough pairs."""
-        return self.pairs >= LEAST_PAIRS and (self.low > 0 or self.high < 0)
+        """The sign of the mean may be claimed: the interval excludes 0, and enough pairs differ."""
+        return self.differing >= LEAST_PAIRS and (self.low > 0 or self.high < 0)
 
 
 def mean_interval(
@@ -43,7 +48,8 @@ def mean_interval(
     means = np.mean([chance.choice(stratum, (draws, len(stratum))).mean(axis=1) for stratum in values], axis=0)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     mean = np.mean([stratum.mean() for stratum in values])
-    return Interval(float(mean), float(low), float(high), sum(map(len, values)))
+    differing = sum(int(np.count_nonzero(stratum)) for stratum in values)
+    return Interval(float(mean), float(low), float(high), sum(map(len, values)), differing)
 
 
 def paired_difference(

@@ -96,12 +96,24 @@ def ruler_plan(
 
 
 def longbench_plan(
-    encode: TextEncoder, room: int, folder: Path, *, samples: int, tasks: Sequence[str] = (), seed: int = 0
+    encode: TextEncoder,
+    room: int,
+    folder: Path,
+    *,
+    samples: int,
+    tasks: Sequence[str] = (),
+    seed: int = 0,
+    limit: int | None = None,
 ) -> Plan:
-    """LongBench's sets that lie in `folder`; prompts longer than `room` tokens with their answer lose their middle.
+    """LongBench's sets that lie in `folder`; prompts longer than `limit` tokens with their answer lose their middle.
 
-    Raises InvalidInput for a folder without any, an unknown or missing set, or a malformed line.
+    limit: `room`, which the model's window allows, by default. Raises InvalidInput for one beyond it, a folder without
+    any set, an unknown or missing set, or a malformed line.
     """
+    if limit is None:
+        limit = room
+    if limit > room:
+        raise InvalidInput(f"a limit of {limit} is beyond the model's window, which leaves {room}", field="limit")
     files = longbench.find(folder)
     wanted = _known(tasks, tuple(files)) or tuple(files)
     loaded = {task: longbench.load(files[task]) for task in wanted}
@@ -109,7 +121,7 @@ def longbench_plan(
 
     def make(prompt: PromptId) -> Sample:
         sample = loaded[prompt.task][prompt.index]
-        return longbench.truncate_middle(sample, encode, room - sample.max_tokens - _MARGIN)
+        return longbench.truncate_middle(sample, encode, limit - sample.max_tokens - _MARGIN)
 
     return Plan(
         _in_turn("longbench", chosen),
@@ -117,7 +129,7 @@ def longbench_plan(
         {
             "suite": "longbench",
             "seed": seed,
-            "room": room,
+            "room": limit,
             "data": {task: _digest(path.read_bytes()) for task, path in files.items()},
         },
         {task: "no file" for task in longbench.DATA_SETS if task not in files},
@@ -153,7 +165,10 @@ def settled(sample: Sample, text: str) -> bool:
 
 def gold(sample: Sample) -> str:
     """The text whose likelihood is measured: a right answer as it would follow the prompt."""
-    return sample.answers[0] if sample.suite in ("longbench", "musique") else ruler.gold(sample)
+    if sample.suite not in ("longbench", "musique"):
+        return ruler.gold(sample)
+    # Without a chat template's turn between them the answer follows the colon in the same line.
+    return f" {sample.answers[0]}" if not sample.chat and sample.question.endswith(":") else sample.answers[0]
 
 
 def separator(sample: Sample) -> str:

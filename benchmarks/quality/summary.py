@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.quality.comparison import MEAN, Gap, Measure, gap_table, gaps, orderings, uninformative
-from benchmarks.quality.methods import FULL
+from benchmarks.quality.methods import FULL, NONE
 from benchmarks.quality.results import Record
-from benchmarks.quality.tables import Table, score_table
+from benchmarks.quality.statistics import LEAST_SPAN, recovered
+from benchmarks.quality.tables import Cell, Table, score_table
 
 MEASURES: tuple[Measure, ...] = ("score", "kl", "nll")
+# By measure: what it is called, how a better method is to another, the unit, and what a difference gains in it.
+_WORDS: dict[Measure, tuple[str, str, str, int]] = {
+    "score": ("scores", "is better than", "points", 100),
+    "kl": ("divergence from full prefill", "is closer to full prefill than", "nats a token (KL, less is better)", -1),
+    "nll": (
+        "likelihood of right answers",
+        "finds right answers likelier than",
+        "nats a token (NLL, less is better)",
+        -1,
+    ),
+}
 # What the harness spends its time on beside prefills.
 _WORK = ("prepare", "encode", "decode", "forced", "score")
 
@@ -22,7 +34,7 @@ def summary(settings: Mapping[str, Any], records: Sequence[Record]) -> str:
     lines += [f"- {name}: {value}" for name, value in settings.items() if name not in ("suite", "model")]
     lines += [f"- {count} records from {machine or 'a machine unknown'}" for machine, count in machines(records)]
     for suite, members in by_suite(records).items():
-        lines += ["", f"## {suite}: points of 100", "", score_table(members).markdown()]
+        lines += ["", f"## {suite}: points of 100", "", _with_recovered(score_table(members)).markdown()]
         for group in sorted({record.group for record in members} - {""}):
             of_group = [record for record in members if record.group == group]
             lines += [f"Of these, {group}:", "", score_table(of_group).markdown()]
@@ -37,24 +49,24 @@ def summary(settings: Mapping[str, Any], records: Sequence[Record]) -> str:
 
 def findings(records: Sequence[Record]) -> list[str]:
     """What may be claimed, what tells nothing, and what failed, as lines."""
-    lines = [
-        f"- {gap.suite}, mean over tasks: {gap.method} is better than {gap.other} by "
-        f"{100 * gap.difference.mean:.1f} points [{100 * gap.difference.low:.1f}, {100 * gap.difference.high:.1f}]"
-        for gap in orderings(records)
-    ] or ["- no two methods can be told apart by their scores"]
+    lines = [line for measure in MEASURES for line in _claims(records, measure)]
     lines += [
-        f"- {suite} {task} tells nothing about reuse: full prefill is not shown to be better than no context"
+        f"- {suite} {task} tells nothing about reuse: full prefill is not shown to be better than no context by "
+        f"{100 * LEAST_SPAN:.0f} points"
         for suite, task in uninformative(records)
     ]
     failed = Counter((record.method, record.error) for record in records if record.error)
     return lines + [f"- {method} failed on {count} prompts: {error}" for (method, error), count in failed.items()]
 
 
-def time_split(records: Iterable[Record]) -> Table:
-    """Seconds of computation by what they went into. `encode` holds each prompt's one assembly too."""
+def time_split(records: Iterable[Record], name: Callable[[Record], str] = lambda record: record.method) -> Table:
+    """Seconds of computation by what they went into. `encode` holds each prompt's one assembly too.
+
+    name: of what prefills are told apart by.
+    """
     spent: dict[str, float] = defaultdict(float)
     for record in records:
-        spent[f"prefill {record.method}"] += record.timings.get("prefill", 0.0) / 1000
+        spent[f"prefill {name(record)}"] += record.timings.get("prefill", 0.0) / 1000
         for part in _WORK:
             spent[part] += record.timings.get(part, 0.0) / 1000
     total = sum(spent.values()) or 1.0
@@ -73,6 +85,37 @@ def by_suite(records: Iterable[Record]) -> dict[str, list[Record]]:
 def machines(records: Iterable[Record]) -> list[tuple[str, int]]:
     """What the records were measured on, and how many there."""
     return Counter(record.machine for record in records).most_common()
+
+
+def _claims(records: Sequence[Record], measure: Measure) -> list[str]:
+    """Which methods are better than which by a measure; that none is; nothing if no record has it."""
+    # Full prefill's divergence from itself is 0: that it has the least is no finding.
+    measured = [record for record in records if measure != "kl" or record.strategy != FULL]
+    if all(getattr(record, measure) is None for record in measured):
+        return []
+    noun, better, unit, gain = _WORDS[measure]
+    lines = []
+    for gap in orderings(measured, measure=measure):
+        interval = gap.difference
+        low, high = sorted((gain * interval.low, gain * interval.high))
+        lines.append(
+            f"- {gap.suite}, mean over tasks: {gap.method} {better} {gap.other} by {gain * interval.mean:.3g} {unit} "
+            f"[{low:.3g}, {high:.3g}], {interval.pairs} prompts"
+        )
+    return lines or [f"- no two methods can be told apart by their {noun}"]
+
+
+def _with_recovered(scores: Table) -> Table:
+    """A table of scores with the share of the gap between no context and full prefill that each mean has (PGR)."""
+    means = {row[0]: row[-1] for row in scores.rows}
+    floor, full = means.get(NONE), means.get(FULL)
+
+    def share(mean: Cell) -> float | None:
+        if isinstance(mean, float) and isinstance(floor, float) and isinstance(full, float):
+            return recovered(mean / 100, floor / 100, full / 100)
+        return None
+
+    return Table((*scores.columns, "PGR"), tuple((*row, share(row[-1])) for row in scores.rows))
 
 
 def _ends(found: Sequence[Gap]) -> list[Gap]:

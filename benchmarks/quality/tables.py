@@ -40,14 +40,16 @@ def score_table(records: Sequence[Record]) -> Table:
     """Methods by tasks as in the paper's tables, for the records of one suite: points of 100, the mean over tasks last.
 
     Of each task only the prompts count that every method has which has the task at all, so that an unfinished run does
-    not compare different prompts. A method's mean is there only when it has every task.
+    not compare different prompts. Failures do not count. A method's mean is there only when it has every task.
     Raises InvalidInput when there are no records or those of several suites or models.
     """
     if len({(record.suite, record.model) for record in records}) != 1:
         raise InvalidInput("a score table is made of the records of one suite and one model")
     scores: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        scores[record.task][record.method][record.digest] = record.score
+        of_task = scores[record.task]
+        if not record.error:
+            of_task[record.method][record.digest] = record.score
     rows = []
     for method in dict.fromkeys(record.method for record in records):
         means = [_points(methods, method) for methods in scores.values()]
@@ -57,8 +59,10 @@ def score_table(records: Sequence[Record]) -> Table:
 
 
 def _points(methods: dict[str, dict[str, float]], method: str) -> float | None:
+    if method not in methods:
+        return None
     shared = set.intersection(*(set(scores) for scores in methods.values()))
-    if method not in methods or not shared:
+    if not shared:
         return None
     return 100 * fmean(methods[method][digest] for digest in shared)
 

@@ -34,7 +34,7 @@ def prophetkv(*arguments: object) -> tuple[int, str]:
 
 
 def test_a_run_its_continuation_report_and_comparison(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    one, other, third = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "third"))
     status, text = prophetkv("ruler", "--out", one, *SMALL, "--strategies", "naive,prophetkv:ratio=0.1,smooth=7")
     assert status == 0, text
     assert "## ruler-620: points of 100" in text
@@ -57,9 +57,14 @@ def test_a_run_its_continuation_report_and_comparison(tmp_path: Path) -> None:
     status, text = prophetkv("compare", one, other)
     assert status == 0
     assert "| ruler-620 | vt | full | full | score | 1 | " in text
+    assert "- of A not paired: naive, random ratio=0.3, epic ratio=0.3\n" in text
+    assert "of B" not in text
     assert "| prophetkv ratio=0.1 smooth=7 | prophetkv ratio=0.2 smooth=3 | nll |" in text
     assert prophetkv("report", one) == (0, prophetkv("report", one)[1])
     assert "## Gap to full prefill: kl" in prophetkv("report", one)[1]
+    status, text = prophetkv("ruler", "--out", third, *SMALL[:-1], 256, "--strategies", "naive")
+    assert status == 0, text
+    assert "- chunk_tokens is 128 in A and 256 in B\n" in prophetkv("compare", one, third)[1]
 
 
 def test_longbench_and_musique(tmp_path: Path) -> None:
@@ -68,7 +73,7 @@ def test_longbench_and_musique(tmp_path: Path) -> None:
         *("--samples", 1, "--limit", 300, "--strategies", "naive", "--chunk-tokens", 64),
     )
     assert status == 0, text
-    assert "| method | hotpotqa | mean |" in text
+    assert "| method | hotpotqa | mean | PGR |" in text
     path = write_musique(tmp_path / "musique.json")
     status, text = prophetkv("musique", path, "--out", tmp_path / "m.jsonl", "--samples", 1, "--strategies", "naive")
     assert status == 0, text
@@ -99,6 +104,14 @@ def test_bad_input_is_said_in_a_line(tmp_path: Path, arguments: tuple[str, ...],
     assert status == 1
     assert message in text
     assert len(text.strip().splitlines()) == 1
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("limit", "status", "message"), [(0, 2, "'--limit'"), (99999, 1, "beyond the model's window")])
+def test_a_limit_that_cannot_be_is_refused(tmp_path: Path, limit: int, status: int, message: str) -> None:
+    found = prophetkv("longbench", write_longbench(tmp_path), "--out", tmp_path / "x", "--limit", limit)
+    assert found[0] == status
+    assert message in found[1]
     assert not (tmp_path / "x").exists()
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.quality.comparison import MEAN, Gap, compare, gap_table, gaps, orderings, uninformative
 from benchmarks.quality.results import Record
+from benchmarks.quality.summary import findings, summary
 from benchmarks.quality.tables import Table, score_table
 from errors import InvalidInput
 from tests.benchmarks.records import record
@@ -116,6 +117,46 @@ def test_only_orderings_that_the_intervals_support_are_claimed() -> None:
     assert orderings(few) == []
 
 
+def test_findings_are_by_every_measure() -> None:
+    """Where scores tie, what full prefill and the right answer are likelier with may still tell methods apart."""
+    records = [
+        *(record("full", index, kl=0.0, nll=1.0) for index in range(8)),
+        *(record("naive", index, kl=0.5, nll=2.0) for index in range(8)),
+        *(record("prophetkv", index, kl=0.25, nll=1.0) for index in range(8)),
+    ]
+    assert findings(records) == [
+        "- no two methods can be told apart by their scores",
+        "- suite, mean over tasks: prophetkv is closer to full prefill than naive by 0.25 nats a token "
+        "(KL, less is better) [0.25, 0.25], 8 prompts",
+        "- suite, mean over tasks: full finds right answers likelier than naive by 1 nats a token "
+        "(NLL, less is better) [1, 1], 8 prompts",
+        "- suite, mean over tasks: prophetkv finds right answers likelier than naive by 1 nats a token "
+        "(NLL, less is better) [1, 1], 8 prompts",
+    ]
+    assert "- suite, mean over tasks: full is better than naive by 56.2 points [" in findings(RUN)[1]
+    assert findings(run({"full": {"one": [1.0]}})) == ["- no two methods can be told apart by their scores"]
+
+
+def test_the_page_has_the_share_that_is_recovered() -> None:
+    page = summary({}, RUN)
+    assert "| method | one | two | mean | PGR |\n" in page
+    for row in ("full | 100.00 | 87.50 | 93.75 | 1.00", "naive | 50.00 | 25.00 | 37.50 | 0.40", "0.00 | 0.00 | 0.00"):
+        assert f"{row} |\n" in page
+    assert "| full | 100.00 | 100.00 | - |\n" in summary({}, run({"full": {"one": [1.0]}}))
+
+
+def test_failures_are_no_pairs() -> None:
+    records = [
+        *(record("full", index, 1.0) for index in range(12)),
+        *(record("none", index, 0.0, error="" if index < 5 else "NumericalFault: NaN") for index in range(12)),
+        *(record("naive", index, 0.5) for index in range(12)),
+    ]
+    assert [(gap.method, gap.other) for gap in orderings(records)] == [("full", "naive")]
+    found = by(gaps(records))
+    assert found["none", "task"].difference.pairs == 5
+    assert found["naive", "task"].recovered is None  # no floor on every prompt
+
+
 def test_tasks_that_full_prefill_cannot_do_are_flagged() -> None:
     records = run(
         {
@@ -123,7 +164,10 @@ def test_tasks_that_full_prefill_cannot_do_are_flagged() -> None:
             "none": {"good": [0.0] * 8, "no better": [0.5] * 8, "noisy": [0.0, 1.0] * 4, "hardly": [0.0] * 8},
         }
     )
-    assert uninformative(records) == [("suite", task) for task in ("no better", "noisy", "hardly")]
+    records += run({"full": {"few": [1.0] * 5, "worse": [0.0] * 8}, "none": {"few": [0.0] * 5, "worse": [1.0] * 8}})
+    records += [record("full", task="alone"), record("none", task="alone", error="NumericalFault: NaN")]
+    idle = ("no better", "noisy", "hardly", "few", "worse", "alone")
+    assert uninformative(records) == [("suite", task) for task in idle]
     assert uninformative(run({"full": {"good": [1.0]}})) == []  # without a floor nothing is known
 
 
@@ -163,6 +207,7 @@ def test_the_table_of_gaps() -> None:
         "other": "full",
         "measure": "score",
         "prompts": 6,
+        "differing": 6,
         "value": 50.0,
         "other value": 100.0,
         "difference": -50.0,
@@ -194,6 +239,19 @@ def test_an_unfinished_run_compares_the_same_prompts() -> None:
         ("full", 100.0, 100.0, None, None),
         ("naive", 50.0, None, None, None),
         ("epic", None, None, 50.0, None),
+    )
+
+
+def test_failures_count_in_no_table() -> None:
+    records = [
+        *run({"full": {"one": [1.0, 0.0], "two": [1.0]}, "naive": {"one": [0.5]}}),
+        record("naive", 1, 0.0, task="one", error="NumericalFault: NaN"),
+        record("naive", 0, 0.0, task="two", error="NumericalFault: NaN"),
+        record("full", 0, 0.0, task="three", error="PromptTooLong: no", digest=""),
+    ]
+    assert score_table(records).rows == (
+        ("full", 100.0, 100.0, None, None),
+        ("naive", 50.0, None, None, None),
     )
 
 

@@ -47,10 +47,12 @@ def sample(task: str, *answers: str, classes: tuple[str, ...] = ()) -> Sample:
 
 @pytest.mark.parametrize("task", DATA_SETS)
 def test_every_set_is_read(tmp_path: Path, task: str) -> None:
-    first, second = load(write(tmp_path, task, LINE, {**LINE, "context": "Elsewhere.", "input": "Other?"}))
+    answers = {"passage_retrieval_en": ["Paragraph 3"], "passage_retrieval_zh": ["段落3"]}.get(task, LINE["answers"])
+    line = {**LINE, "answers": answers, "all_classes": ["north", "south"]}
+    first, second = load(write(tmp_path, task, line, {**line, "context": "Elsewhere.", "input": "Other?"}))
     assert (first.suite, first.task, first.index, second.index) == ("longbench", task, 0, 1)
     assert first.context == (LINE["context"],)
-    assert first.answers == ("in the north", "north")
+    assert first.answers == tuple(answers)
     assert first.header == second.header
     assert "{input}" not in first.question + first.header
     # Summaries, counting and lcc have no question of their own.
@@ -145,6 +147,27 @@ def test_a_malformed_line_is_named(tmp_path: Path, lines: tuple[object, ...], me
     with pytest.raises(InvalidInput, match=message) as refusal:
         load(path)
     assert str(path) in str(refusal.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "hotpotqa", LINE)
+    path.write_bytes(path.read_bytes() + b'{"input": "\xff"}\n')
+    with pytest.raises(InvalidInput, match=r"hotpotqa\.jsonl: line 2 is malformed: .*can't decode byte 0xff"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("trec", {}, "all_classes is empty"),
+        ("lsht_e", {"all_classes": []}, "all_classes is empty"),
+        ("passage_retrieval_en", {}, "'in the north' names no paragraph, such as 'Paragraph 12'"),
+        ("passage_retrieval_zh_e", {"answers": ["段落3", "Paragraph 3"]}, "'Paragraph 3' names no .* '段落12'"),
+    ],
+)
+def test_what_could_not_be_scored_is_named(tmp_path: Path, task: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"line 1 is malformed: .*{message}"):
+        load(write(tmp_path, task, {**LINE, **changes}))
 
 
 def test_missing_and_unknown_files_are_refused(tmp_path: Path) -> None:

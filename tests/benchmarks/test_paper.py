@@ -23,7 +23,7 @@ from benchmarks.quality.paper.attention import (
     _attended_while_decoding,
     oracle_methods,
 )
-from benchmarks.quality.paper.job import Data, Job, Scale, means
+from benchmarks.quality.paper.job import RULER_NAMES, Data, Job, Scale, means
 from benchmarks.quality.paper.published import (
     LONGBENCH,
     LONGBENCH_EXTENDED,
@@ -35,15 +35,17 @@ from benchmarks.quality.paper.published import (
 )
 from benchmarks.quality.paper.reproduce import Part, check, reproduce
 from benchmarks.quality.runner import Budget
+from benchmarks.quality.sample import Sample
+from benchmarks.quality.suites import PromptId
 from engine.model import Model
-from errors import InvalidInput
+from errors import ConfigError, InvalidInput, PromptTooLong
 from tests.benchmarks.records import record
 from tests.benchmarks.test_runner import write_longbench, write_musique
 from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, one_thread, sample
 from tests.tiny import plain_module
 
 FIGURES = ("figure-2", "figure-3", "figure-4", "figure-6", "figure-8", "figure-9", "figure-10")
-TABLES = ("table-ruler-620", "table-ttft", "table-longbench")
+TABLES = ("table-ruler-620", "table-ttft", "table-longbench", "time")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,10 @@ def test_the_folder_is_complete(model: Model, tmp_path: Path, monkeypatch: pytes
     for told in ("`prophetkv eval paper`", "model: tiny, float32 on", "machine:", "seed 0", "date: 20", "torch"):
         assert told in page
     assert page.count("![") == len(FIGURES)
-    assert page.count("\nThe paper, ") == len(FIGURES) + 5
+    assert page.count("\nThe paper, ") == len(FIGURES) + 6
+    with (asked.out / "table-ruler-620-detail.csv").open() as file:
+        assert {row["measure"] for row in csv.DictReader(file)} == {"score", "kl", "nll"}
+    assert "| prefill oracle | " in (asked.out / "time.md").read_text()
     assert page.count("**Not run.**") == 1  # there are no extended sets of LongBench
     # Everything is kept: a second run computes nothing.
     before = {path.name: path.read_bytes() for path in (asked.out / "records").iterdir()}
@@ -130,6 +135,53 @@ def test_bad_paths_are_said_before_the_work_begins(model: Model, tmp_path: Path)
     for data in ({"longbench": tmp_path}, {"musique": tmp_path / "none"}, {"haystack": tmp_path / "none"}):
         with pytest.raises(InvalidInput):
             check(job(model, tmp_path, **data))
+
+
+def test_times_beyond_the_window_are_refused_or_left_out(model: Model, tmp_path: Path) -> None:
+    asked = job(model, tmp_path)
+    for length in (model.window - 64, 10**12):
+        with pytest.raises(InvalidInput, match=f"a context of {length} tokens .* window of {model.window}"):
+            check(replace(asked, scale=replace(asked.scale, ttft_lengths=[600, length])))
+    check(replace(asked, scale=replace(asked.scale, ttft_lengths=[model.window - 1000])))
+    (table,) = tables.ttft_table(replace(asked, scale=replace(asked.scale, lengths=[model.window - 64])), Budget(10))
+    assert table.table is None
+    assert "beyond the model's window" in table.notes[0]
+
+
+def test_a_file_cannot_be_the_folder(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"cannot be a folder: .* Name another with --out"):
+            reproduce(job(model, out), Budget(0), "prophetkv")
+
+
+def test_a_named_task_without_its_data_is_refused(model: Model, tmp_path: Path) -> None:
+    asked = job(model, tmp_path)
+    with pytest.raises(InvalidInput, match="qa_1 needs the path of a SQuAD"):
+        check(replace(asked, scale=replace(asked.scale, tasks=["qa_1"])))
+    with pytest.raises(InvalidInput, match="qa_2 needs the path of a HotpotQA"):
+        asked.ruler(asked.evaluator(), [620], ["qa_2"])
+
+
+def refuse(prompt: PromptId) -> Sample:
+    raise PromptTooLong("too long")
+
+
+def test_tasks_that_are_not_run_and_prompts_that_fail_are_told(model: Model, tmp_path: Path) -> None:
+    asked = replace(job(model, tmp_path), scale=Scale([1024], 1, 0))
+    evaluator = asked.evaluator()
+    plan = asked.ruler(evaluator, [1024])
+    assert {prompt.task for prompt in plan.prompts} == set(RULER_NAMES) - {"qa_1", "qa_2"}
+    one = replace(plan, prompts=plan.prompts[:1])
+    notes = asked.run("ruler", evaluator, one, [Method("naive")], Budget(10))[1]
+    assert "qa_1 not run: needs the path of a SQuAD 2.0 JSON file" in notes
+    assert "qa_2 not run: needs the path of a HotpotQA JSON file" in notes
+    failing = replace(plan, prompts=plan.prompts[1:2], make=refuse)
+    records, notes = asked.run("ruler", evaluator, failing, [Method("naive")], Budget(10))
+    assert records == []
+    assert notes[1].startswith("1 records are of failures, which count nowhere and which the same command tries again")
+    assert notes[1].endswith("the first: PromptTooLong: too long")
+    assert asked.ruler(evaluator, [1024], ["vt"]).not_run == {}
 
 
 # What the figures measure
@@ -197,6 +249,13 @@ def test_recomputing_everything_recovers_everything(model: Model, run: PromptRun
         assert found[factor, 0.1][0] < 1.0
     assert found["ideal", 0.1][1] == 1.0
     assert found["phi", 0.1][1] < 1.0
+
+
+def test_a_curve_lacks_what_failed_on_every_prompt() -> None:
+    records = [record(method) for method in ("full", "none", "prophetkv ratio=0.2", "epic ratio=0.1")]
+    lines = figures._accuracy_lines(records)
+    assert lines["prophetkv"] == [(0.2, 100.0), (1.0, 100.0)]
+    assert lines["none"] == [(0.0, 100.0), (1.0, 100.0)]
 
 
 def test_means_are_of_shared_prompts() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.quality.results import Record, load, open_results
+from benchmarks.quality.results import Record, ResultFile, load, open_results
 from errors import ConfigError, InvalidInput
 from tests.benchmarks.records import record
 
@@ -137,12 +138,40 @@ def test_the_same_record_twice_is_an_error(path: Path) -> None:
     assert load(path)[1] == [record()]
 
 
+def test_failures_are_tried_again(path: Path) -> None:
+    failed = record(error="NumericalFault: NaN", score=0.0, digest="")
+    assert add(path, failed, record(index=1)) == 2
+    assert load(path)[1] == [failed, record(index=1)]
+    assert add(path, failed, record(index=1)) == 1  # and fails again
+    assert load(path)[1] == [failed, record(index=1)]
+    assert add(path, record(), record(index=1)) == 1
+    assert load(path)[1] == [record(), record(index=1)]
+    assert add(path, record(), record(index=1)) == 0
+
+
 def test_what_is_no_number_is_not_written(path: Path) -> None:
     with open_results(path, SETTINGS) as results:
         with pytest.raises(ValueError, match="JSON compliant"):
             results.append(record(kl=float("nan")))
         assert record().key not in results
     assert load(path)[1] == []
+
+
+def test_where_no_file_can_be_is_refused(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"run\.jsonl cannot be written: Is a directory"):
+        add(path)
+    path.rmdir()
+    path.touch()
+    with pytest.raises(ConfigError, match=r"below\.jsonl cannot be written: .* Name another file with --out"):
+        add(path / "below.jsonl")
+
+
+def test_a_disk_that_takes_nothing_is_said() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(ConfigError, match="the disk took no result: No space left on device"):
+        ResultFile(full, []).append(record())
+    os.close(full)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks.quality import suites
 from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
-from benchmarks.quality.results import Record, load
-from benchmarks.quality.runner import Budget, Workers
-from benchmarks.quality.suites import longbench_plan, musique_plan, ruler_plan
+from benchmarks.quality.paper.attention import QUERY, Overlaps
+from benchmarks.quality.results import Record, load, open_results
+from benchmarks.quality.runner import Budget, Workers, run
+from benchmarks.quality.sample import Sample
+from benchmarks.quality.suites import Plan, PromptId, longbench_plan, musique_plan, ruler_plan
 from benchmarks.quality.summary import summary, time_split
 from engine.forward import Steps
 from engine.model import Model
@@ -22,7 +25,8 @@ from engine.prefill import Prefill
 from engine.strategies.epic import Epic
 from engine.strategies.full import Full
 from errors import ConfigError, InvalidInput, NumericalFault, PromptTooLong
-from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, methods, one_thread, run_into, sample, without_times
+from service.version import __version__
+from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, SETTINGS, methods, one_thread, run_into, sample, without_times
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +136,7 @@ def test_records_tell_what_was_measured(whole: Path) -> None:
     for record in records:
         assert record.nll is not None
         assert record.kl is not None
-        assert record.machine.endswith(f"1 threads, torch {torch.__version__}")
+        assert record.machine.endswith(f"1 threads, torch {torch.__version__}, prophetkv {__version__}")
         assert {"prefill", "ttft", "decode", "forced", "score"} <= set(record.timings)
     assert sum("prepare" in record.timings for record in records) == 4
     assert sum("encode" in record.timings for record in records) == 4
@@ -172,6 +176,35 @@ def test_a_failure_is_recorded_and_the_others_go_on(
     assert len(records) == 16
     page = summary(settings, records)
     assert "- epic ratio=0.2 failed on 2 prompts: NumericalFault: scores are NaN" in page
+    assert "| epic ratio=0.2 | - | - | - |" in page
+    monkeypatch.undo()
+    outcome = run_into(path, evaluator, count=1)  # tries them again
+    assert (outcome.added, outcome.errors) == (2, [])
+    assert not any(record.error for record in load(path)[1])
+
+
+def test_a_prompt_that_does_not_fit_is_recorded_and_the_others_go_on(evaluator: Evaluator, tmp_path: Path) -> None:
+    def make(prompt: PromptId) -> Sample:
+        if prompt.index == 0:
+            raise PromptTooLong("instructions and question alone exceed 60 tokens")
+        return sample(prompt.index, context=("word " * 20000,)) if prompt.index == 1 else sample(prompt.index)
+
+    plan = Plan(tuple(PromptId("ruler-200", "vt", index) for index in range(3)), make, SETTINGS, {})
+    path = tmp_path / "run.jsonl"
+    with open_results(path, {**evaluator.settings(), **SETTINGS}) as results:
+        outcome = run(plan, evaluator, methods("naive"), results, Budget(None), console=Console(quiet=True))
+    assert (outcome.added, outcome.left) == (12, 0)
+    settings, records = load(path)
+    assert outcome.errors == [record for record in records if record.error]
+    assert [(record.index, bool(record.error)) for record in records] == [
+        (index, index < 2) for index in range(3) for _ in range(4)
+    ]
+    assert records[0].error == "PromptTooLong: instructions and question alone exceed 60 tokens"
+    assert "window is 16384" in records[4].error
+    assert "- naive failed on 1 prompts: PromptTooLong: " in summary(settings, records)
+    shares = Overlaps(evaluator.model, "tiny", CHUNK_TOKENS)
+    (refused,) = shares.records(Work(make(plan.prompts[1]), (QUERY,)))
+    assert "window is 16384" in refused.error
 
 
 def test_without_full_prefill_there_is_no_divergence(
@@ -347,7 +380,10 @@ def test_gold_answers_take_the_form_of_the_task() -> None:
     assert suites.gold(sample(task="niah_multiquery")) == " noon, twelve, midday"
     assert suites.gold(sample(task="cwe", answers=("one", "two"))) == " 1. one 2. two"
     assert suites.gold(sample(task="qa_2")) == " noon"
-    assert suites.gold(sample(suite="musique")) == "noon"
+    assert suites.gold(sample(suite="musique", question="Answer:")) == "noon"
+    assert suites.gold(sample(suite="longbench", question="Answer:")) == "noon"
+    assert suites.gold(sample(suite="longbench", question="Answer:", chat=False)) == " noon"
+    assert suites.gold(sample(suite="longbench", question="Next line of code:\n", chat=False)) == "noon"
 
 
 def test_a_model_without_chat_template_is_refused(evaluator: Evaluator, tiny_folder: Path) -> None:

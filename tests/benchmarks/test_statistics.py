@@ -51,7 +51,7 @@ def test_the_other_way_round_is_the_same_with_the_other_sign(pairs: list[tuple[f
 @settings(deadline=None)
 @given(scores)
 def test_a_method_against_itself_is_exactly_nothing(values: list[float]) -> None:
-    assert paired_difference(values, values, draws=100) == Interval(0.0, 0.0, 0.0, len(values))
+    assert paired_difference(values, values, draws=100) == Interval(0.0, 0.0, 0.0, len(values), 0)
 
 
 def test_the_seed_decides() -> None:
@@ -74,17 +74,26 @@ def test_a_wider_level_is_a_wider_interval() -> None:
 @pytest.mark.parametrize(
     ("interval", "clear"),
     [
-        (Interval(0.2, 0.1, 0.3, 12), True),
-        (Interval(-0.2, -0.3, -0.1, 12), True),
-        (Interval(0.2, 0.0, 0.3, 12), False),
-        (Interval(-0.2, -0.3, 0.0, 12), False),
-        (Interval(0.2, -0.1, 0.3, 12), False),
-        (Interval(1.0, 1.0, 1.0, 6), True),
-        (Interval(1.0, 1.0, 1.0, 5), False),
+        (Interval(0.2, 0.1, 0.3, 12, 12), True),
+        (Interval(-0.2, -0.3, -0.1, 12, 12), True),
+        (Interval(0.2, 0.0, 0.3, 12, 12), False),
+        (Interval(-0.2, -0.3, 0.0, 12, 12), False),
+        (Interval(0.2, -0.1, 0.3, 12, 12), False),
+        (Interval(1.0, 1.0, 1.0, 6, 6), True),
+        (Interval(1.0, 1.0, 1.0, 12, 5), False),
     ],
 )
 def test_a_sign_is_claimed_only_when_zero_is_outside_and_pairs_suffice(interval: Interval, clear: bool) -> None:
     assert interval.is_clear is clear
+
+
+def test_ties_do_not_make_few_differences_a_finding() -> None:
+    """A sign test of four against none is at 0.125."""
+    found = mean_interval([[1.0] * 4 + [0.0] * 8])
+    assert (found.pairs, found.differing) == (12, 4)
+    assert found.low > 0
+    assert not found.is_clear
+    assert mean_interval([[1.0] * 3 + [0.0] * 3, [1.0] * 3 + [0.0] * 3]).is_clear
 
 
 @pytest.mark.parametrize("strata", [[], [[]], [[1.0], []]])

@@ -42,11 +42,8 @@ class AttentionEvaluator(Evaluator, ABC):
     def shares(self, run: PromptRun, methods: Sequence[Method]) -> Iterator[Share]:
         """A share and further ones by name for each method. `run` has its reference."""
 
-    @torch.inference_mode()
-    def records(self, work: Work) -> Iterator[Record]:
-        """See Evaluator.records."""
-        begun = time.perf_counter()
-        run = self.start(work.sample)
+    def measured(self, work: Work, run: PromptRun, begun: float) -> Iterator[Record]:
+        """See Evaluator.measured."""
         run.full()
         for method, share, more in self.shares(run, work.methods):
             elapsed, begun = 1000 * (time.perf_counter() - begun), time.perf_counter()

@@ -216,17 +216,16 @@ def _accuracy_lines(records: Sequence[Record]) -> dict[str, _Points]:
     found = means(records, lambda record: record.method)
     if not found:
         return {}
-    ends = [(0.0, 100 * found["naive"].mean), (1.0, 100 * found[FULL].mean)]
-    lines = {
-        name: [
-            ends[0],
-            *((ratio, 100 * found[Method(name, {"ratio": ratio}).name].mean) for ratio in RATIOS),
-            ends[1],
-        ]
+    methods = {
+        name: [(0.0, "naive"), *((ratio, Method(name, {"ratio": ratio}).name) for ratio in RATIOS), (1.0, FULL)]
         for name in CURVES
     }
-    none = 100 * found["none"].mean
-    return {**lines, "none": [(0.0, none), (1.0, none)]}
+    methods["none"] = [(0.0, "none"), (1.0, "none")]
+    # A method that failed on every prompt is not there.
+    return {
+        name: [(ratio, 100 * found[method].mean) for ratio, method in points if method in found]
+        for name, points in methods.items()
+    }
 
 
 def _curves(

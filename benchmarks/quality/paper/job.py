@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks.quality.evaluator import Evaluator
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record, load, open_results
+from benchmarks.quality.ruler import NEEDS
 from benchmarks.quality.runner import Budget, run
 from benchmarks.quality.statistics import Interval, mean_interval
 from benchmarks.quality.suites import Plan, ruler_plan
@@ -84,41 +85,54 @@ class Job:
         return kind(self.model, self.name, chunk_tokens)
 
     def ruler(self, evaluator: Evaluator, lengths: Sequence[int], tasks: Iterable[str] = ()) -> Plan:
-        """RULER's prompts, of the job's tasks if none are named, without those whose data are not given."""
+        """RULER's prompts: of these tasks, or of the job's, or of those of the paper's whose data are given.
+
+        Raises InvalidInput as `ruler_plan` does, so for a named task whose data are not given too.
+        """
         data, scale = self.data, self.scale
-        lacking = {task for task, path in (("qa_1", data.squad), ("qa_2", data.hotpotqa)) if path is None}
-        return ruler_plan(
+        named = tuple(tasks) or tuple(scale.tasks)
+        paths = {"qa_1": data.squad, "qa_2": data.hotpotqa}
+        lacking = {} if named else {task: NEEDS[task] for task, path in paths.items() if path is None}
+        plan = ruler_plan(
             evaluator.builder.encode,
             evaluator.room,
             lengths=lengths,
             samples=scale.samples,
-            tasks=[task for task in tuple(tasks) or scale.tasks or RULER_NAMES if task not in lacking],
+            tasks=named or [task for task in RULER_NAMES if task not in lacking],
             seed=scale.seed,
             haystack=data.haystack,
             squad=data.squad,
             hotpotqa=data.hotpotqa,
         )
+        return replace(plan, not_run=lacking)
 
     def run(
         self, name: str, evaluator: Evaluator, plan: Plan, methods: Sequence[Method], budget: Budget
     ) -> tuple[list[Record], list[str]]:
-        """Runs into records/NAME.jsonl. Returns its records of the plan and the methods, and what to say of them."""
+        """Runs into records/NAME.jsonl.
+
+        Returns its records of the plan and the methods but for those of failures, and what to say of them.
+        """
         path = self.file(f"{name}.jsonl")
         with open_results(path, {**evaluator.settings(), **plan.settings}) as results:
             outcome = run(plan, evaluator, methods, results, budget, console=self.console)
         names = {method.name for method in methods}
         wanted = {(prompt.suite, prompt.task, prompt.index) for prompt in plan.prompts}
-        records = [
+        found = [
             record
             for record in load(path)[1]
             if record.method in names and (record.suite, record.task, record.index) in wanted
         ]
+        records = [record for record in found if not record.error]
         notes = [f"{len({record.digest for record in records})} of {len(plan.prompts)} prompts, records in {path.name}"]
         if outcome.left:
             notes.append(f"the budget left out {outcome.left} records; the same command goes on with them")
-        failed = sum(bool(record.error) for record in records)
-        if failed:
-            notes.append(f"{failed} records are of methods that failed and score 0")
+        if failed := [record.error for record in found if record.error]:
+            notes.append(
+                f"{len(failed)} records are of failures, which count nowhere and which the same command tries again; "
+                f"the first: {failed[0]}"
+            )
+        notes += [f"{task} not run: {reason}" for task, reason in plan.not_run.items()]
         return records, notes
 
     def file(self, name: str) -> Path:

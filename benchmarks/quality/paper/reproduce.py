@@ -10,8 +10,12 @@ from benchmarks.quality import longbench, musique
 from benchmarks.quality.paper import figures, tables
 from benchmarks.quality.paper.artefacts import Artefact, write
 from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, Job
+from benchmarks.quality.results import load
 from benchmarks.quality.runner import Budget
+from benchmarks.quality.summary import time_split
 from benchmarks.report import conditions
+from benchmarks.ttft import fits_window
+from errors import ConfigError, InvalidInput
 
 _BUDGET_SPENT = "the budget was spent before; the same command goes on with it"
 
@@ -41,6 +45,13 @@ PARTS = (
 def check(job: Job) -> None:
     """Raises InvalidInput now for what would only fail when its turn comes: lengths, tasks, paths."""
     job.ruler(job.evaluator(), job.scale.lengths)
+    for length in job.scale.ttft_lengths:
+        if not fits_window(job.model, length):
+            raise InvalidInput(
+                f"ttft_lengths: a context of {length} tokens with its frame and question is beyond the model's window "
+                f"of {job.model.window}",
+                field="ttft_lengths",
+            )
     if job.data.longbench is not None:
         longbench.find(job.data.longbench)
     if job.data.musique is not None:
@@ -51,14 +62,18 @@ def reproduce(job: Job, budget: Budget, command: str) -> bool:
     """Makes all tables and figures and index.md in the job's folder; what fails does not stop the others.
 
     A part gets its share of what is left, so what one leaves over is for the others, and computes one prompt at
-    least. Returns whether nothing failed.
+    least. Returns whether nothing failed. Raises ConfigError when the folder cannot be made.
     """
-    job.out.mkdir(parents=True, exist_ok=True)
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{job.out} cannot be a folder: {error.strerror}. Name another with --out") from error
     job.evaluator().warm_up()
     made: list[Artefact] = []
     for number, part in enumerate(PARTS):
         share = part.share / sum(later.share for later in PARTS[number:])
         made += _attempt(job, part, budget, share)
+    made += _attempt(job, Part(_time, 1, (("time", "Where the time went"),)), Budget(None), 1)
     pages = [write(job.out, artefact) for artefact in made]
     (job.out / "index.md").write_text("\n".join([_head(job, budget, command), *pages]))
     return not any(artefact.failed for artefact in made)
@@ -78,6 +93,18 @@ def _attempt(job: Job, part: Part, budget: Budget, share: float) -> list[Artefac
     return [
         Artefact(stem=stem, title=title, measured="", notes=[reason], failed=failed) for stem, title in part.artefacts
     ]
+
+
+def _time(job: Job, budget: Budget) -> list[Artefact]:
+    """What the folder's records took; nothing when there are none."""
+    records = [record for path in sorted(job.file("").glob("*.jsonl")) for record in load(path)[1]]
+    if not records:
+        return []
+    measured = (
+        "Seconds of computation behind all records of this folder, those of earlier runs too; Tables 2 and 4 aside."
+    )
+    table = time_split(records, lambda record: record.strategy)
+    return [Artefact(stem="time", title="Where the time went", measured=measured, table=table)]
 
 
 def _head(job: Job, budget: Budget, command: str) -> str:

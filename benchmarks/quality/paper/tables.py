@@ -26,10 +26,11 @@ from benchmarks.quality.paper.published import (
 )
 from benchmarks.quality.results import Record
 from benchmarks.quality.runner import Budget
+from benchmarks.quality.statistics import LEAST_SPAN
 from benchmarks.quality.suites import longbench_plan
 from benchmarks.quality.summary import by_suite
 from benchmarks.quality.tables import Cell, Table, score_table
-from benchmarks.ttft import Plan, measure_length, memory
+from benchmarks.ttft import Plan, fits_window, measure_length, memory
 from cache_store.memory import MemoryStore
 from cache_store.tiered import TieredStore
 from engine.model import Model
@@ -110,14 +111,17 @@ def longbench_tables(job: Job, budget: Budget) -> list[Artefact]:
         ),
         _scores(
             *("table-longbench-extended", "Tables 1 and 8: LongBench, extended sets", extended, names, notes),
-            [LONGBENCH_EXTENDED],
+            [LONGBENCH, LONGBENCH_EXTENDED],
         ),
     ]
 
 
 @torch.inference_mode()
 def ttft_table(job: Job, budget: Budget) -> list[Artefact]:
-    """The shortest length first, and the next as far as the budget goes. What was measured before is kept."""
+    """The shortest length first, and the next as far as the budget goes. What was measured before is kept.
+
+    Of RULER's lengths those are left out that with the frame of this request are beyond the window.
+    """
     file = job.file("ttft.json")
     measured: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
     lacking = set(job.scale.ttft_lengths or job.scale.lengths) - {told["context_tokens"] for told in measured}
@@ -126,6 +130,9 @@ def ttft_table(job: Job, budget: Budget) -> list[Artefact]:
     for length in sorted(lacking):
         if pace * length**2 > budget.left():
             notes.append(f"the budget left out {length} tokens; the same command goes on with them")
+            continue
+        if not fits_window(job.model, length):
+            notes.append(f"{length} tokens with frame and question are beyond the model's window")
             continue
         begun = time.perf_counter()
         plan = Plan([length], [RATIO], list(_REUSING), pairs=_ROUNDS, plain=_attentions(job.model, length))
@@ -170,12 +177,13 @@ def _scores(
         for gap in last
     ]
     idle = [
-        f"{names.get(task, task)} tells nothing: full is not shown to beat none" for _, task in uninformative(records)
+        f"{names.get(task, task)} tells nothing: full is not shown to beat none by {100 * LEAST_SPAN:.0f} points"
+        for _, task in uninformative(records)
     ]
     return replace(
         artefact,
         table=Table(tuple(names.get(column, column) for column in scores.columns), scores.rows),
-        detail=gap_table(found),
+        detail=gap_table([*found, *gaps(records, measure="kl"), *gaps(records, measure="nll")]),
         notes=[*notes, *claims, *idle],
     )
 
