@@ -9,7 +9,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import Chunk, ChunkKV, Pause
 from engine.base import Work
 from engine.controller import Controller
 from engine.forward import ForwardPass
@@ -33,12 +33,12 @@ class PrefixCache:
         self._system: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
 
-    def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[None, None, None]:
+    def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[Pause, None, None]:
         """Fills slots 0..len(prefix)-1; computes the prefix's KV when it is not kept."""
         if prefix:
             slots.data[:, :, :, : len(prefix)] = yield from self.exact(prefix)
 
-    def exact(self, ids: tuple[int, ...]) -> Generator[None, None, Tensor]:
+    def exact(self, ids: tuple[int, ...]) -> Generator[Pause, None, Tensor]:
         """KV of a short prompt, which are kept, [layers, 2, kv_heads, tokens, head_dim]. Not to be written to."""
         kept = self._system.get(ids)
         if kept is None:
@@ -92,7 +92,7 @@ def encode_chunk(
     chunk: Chunk,
     codec: str = "raw",
     work: Work | None = None,
-) -> Generator[None, None, ChunkKV]:
+) -> Generator[Pause, None, ChunkKV]:
     """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32, as `codec` writes them.
 
     Yields between layers, and adds what it did to `work`, except for the prefix. Raises NumericalFault when the model
@@ -118,7 +118,7 @@ def encode_chunk(
 
 def encode_observed(
     model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], codec: str, controller: Controller, chunk: Chunk
-) -> Generator[None, None, ChunkKV]:
+) -> Generator[Pause, None, ChunkKV]:
     """`encode_chunk`, of whose cost the controller learns: the time of its own steps, not of what ran between them."""
     work, seconds = Work(), 0.0
     steps = encode_chunk(model, prefixes, prefix, chunk, codec, work)
@@ -130,4 +130,4 @@ def encode_observed(
             controller.observe(work, seconds + time.perf_counter() - start)
             return stop.value  # type: ignore[no-any-return]
         seconds += time.perf_counter() - start
-        yield
+        yield None
