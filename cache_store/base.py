@@ -150,6 +150,9 @@ class Landing(Protocol):
     def buffer(self, nbytes: int) -> Tensor:
         """Uninitialised host memory, uint8 [nbytes]. May wait until there is room for it."""
 
+    def moving(self) -> None:
+        """Some bytes have come, but no whole layer yet."""
+
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """The first `layers` layers of `kv` are there and verified; the others may follow."""
 
@@ -160,6 +163,9 @@ class OwnMemory:
     def buffer(self, nbytes: int) -> Tensor:
         """See Landing."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def moving(self) -> None:
+        """See Landing."""
 
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """See Landing."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -236,5 +237,5 @@ class _Task:
 
     def send(self, item: Event | Exception | None) -> None:
         """Hands an event to the submitter; an exception or None ends the stream."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, perhaps this moment: nobody listens any more
             self._loop.call_soon_threadsafe(self.events.put_nowait, item)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,39 @@ def test_a_breaker_waits_longer_each_time_and_lets_one_probe_through() -> None:
     assert [call(True) for _ in range(4)][-1] == "thing: paused after repeated failures"
     clock.now += 1
     assert call(False) == "fine"
+
+
+def test_a_breaker_does_not_probe_while_a_call_hangs() -> None:
+    """And what ends after it was given up on neither counts twice nor proves that the thing works."""
+    clock = Clock()
+    breaker = Breaker("thing", clock)
+    with ExitStack() as stack:
+        for call in [stack.enter_context(breaker.guard()) for _ in range(4)]:
+            breaker.give_up(call)
+        clock.now += 100
+        with pytest.raises(StoreUnavailable), breaker.guard():
+            pass
+    with pytest.raises(StoreUnavailable), breaker.guard():  # the probe
+        raise StoreUnavailable("no")
+    clock.now += 1.5
+    with pytest.raises(StoreUnavailable, match="paused"), breaker.guard():
+        pass
+    clock.now += 0.5  # that is twice the first pause, however many hung at once
+    with breaker.guard():
+        pass
+
+    def hang() -> None:
+        with breaker.guard() as call:
+            breaker.give_up(call)
+            raise StoreUnavailable("no")
+
+    with pytest.raises(StoreUnavailable, match="no"):
+        hang()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="no"), breaker.guard():
+            raise StoreUnavailable("no")
+    with pytest.raises(StoreUnavailable, match="paused"), breaker.guard():
+        pass
 
 
 def test_a_breaker_does_not_count_what_is_not_the_mediums_fault() -> None:

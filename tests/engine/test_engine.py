@@ -35,13 +35,18 @@ class Rig:
     """An engine on a tiny model, with a trace of what the device thread did."""
 
     def __init__(
-        self, max_waiting: int = 32, max_running: int = 4, memory: int = 1 << 30, behind: Sequence[KVStore] = ()
+        self,
+        max_waiting: int = 32,
+        max_running: int = 4,
+        memory: int = 1 << 30,
+        behind: Sequence[KVStore] = (),
+        patience: float = 60.0,
     ) -> None:
-        """`behind`: tiers behind the memory."""
+        """`behind`: tiers behind the memory. `patience`: with the disk, in seconds."""
         self.bench = Bench(tiny_model(FAMILIES["llama"]))
         self.trace: list[str] = []
         self.encodings: list[str] = []
-        self.store = TieredStore([MemoryStore(memory), *behind])
+        self.store = TieredStore([MemoryStore(memory), *behind], patience={"disk": patience})
         source = ChunkSource(self.store, self._encode)
         self.controller = Controller(self.bench.model, self.store.tiers)
         self.first_guess = LinearCost(self.controller.compute.coefficients)
@@ -242,11 +247,36 @@ class Gated(DiskStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, tiny_model(FAMILIES["llama"]).layout, 1 << 30)
         self.gate = threading.Event()
+        self.asked = 0
 
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         if self.holds([chunk])[0]:
+            self.asked += 1
             self.gate.wait()
         return super().get(chunk, landing)
+
+
+async def test_a_hung_disk_costs_the_first_request_a_moment_and_the_next_nothing(tmp_path: Path) -> None:
+    healthy, disk = Rig(), Gated(tmp_path)
+    rig = Rig(memory=0, behind=[disk], patience=0.1)
+    for part in rig.bench.parts:
+        disk.put(part.chunk, run(rig.bench.load(part.chunk)).kv)
+    try:
+        expected = await collect(healthy.engine.submit(healthy.request("healthy", max_tokens=5)))
+        for name in ("first", "next"):
+            async with asyncio.timeout(20):
+                first, *rest = await collect(rig.engine.submit(rig.request(name, max_tokens=5)))
+            assert rest == expected[1:]
+            assert isinstance(first, Prefilled)
+            assert first.usage.hits["computed"] == 5
+            fault = "no byte in 0.1 s" if name == "first" else "paused after repeated failures"
+            assert f"disk tier: {fault}" in first.usage.faults
+            assert disk.asked == 5  # all at once, by the first
+    finally:
+        disk.gate.set()
+        for each in (rig, healthy):
+            each.engine.close()
+            each.store.close()
 
 
 @pytest.fixture
@@ -340,6 +370,29 @@ async def test_a_dead_device_thread_leaves_nobody_waiting(rig: Rig, monkeypatch:
     assert not rig.engine.stats().alive
     with pytest.raises(NotReady):
         rig.engine.submit(rig.request("late"))
+
+
+def test_an_event_loop_that_closes_meanwhile_ends_its_own_streams_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin() -> AsyncGenerator[Event]:
+        events = rig.engine.submit(rig.request("left", max_tokens=50))
+        await anext(events)
+        return events
+
+    loop = asyncio.new_event_loop()
+    events = loop.run_until_complete(begin())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "is_closed", lambda: False)  # as whoever asked a moment ago was told
+        loop.close()
+        asyncio.run(rig.idle())
+    assert rig.engine.stats().alive
+
+    async def again() -> list[Event]:
+        return await collect(rig.engine.submit(rig.request("next", max_tokens=3)))
+
+    assert len(asyncio.run(again())) == 5
+    del events
 
 
 class Broken(Full):
