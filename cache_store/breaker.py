@@ -20,6 +20,7 @@ class Call:
 
     late: bool = False
     hung: bool = False
+    over: bool = False
 
 
 class Breaker:
@@ -67,14 +68,16 @@ class Breaker:
                     self._failures, self._pause = 0, _FIRST_SECONDS
         finally:
             with self._lock:
+                call.over = True
                 self._hanging -= call.hung
 
     def give_up(self, call: Call) -> None:
-        """Notes, from another thread, that a call which is not over takes too long: it has failed, however it ends."""
+        """Notes, from another thread, that a call takes too long: unless it is over, it has failed however it ends."""
         with self._lock:
-            call.hung = True
-            self._hanging += 1
-            self._failed(call)
+            if not call.over:
+                call.hung = True
+                self._hanging += 1
+                self._failed(call)
 
     def _failed(self, call: Call) -> None:
         self._failures += 1

@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
 from cache_store.breaker import Breaker, Call
 from cache_store.fetch import Fetch, Room
 from cache_store.readers import Readers
-from errors import StoreError
+from errors import StoreError, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +101,12 @@ class TieredStore:
         """
         found: list[str | None] = [None] * len(chunks)
         faults: tuple[str, ...] = ()
-        for tier, breaker in zip(self.tiers, self._reading, strict=True):
+        for at, tier in enumerate(self.tiers):
             missing = [index for index, name in enumerate(found) if name is None]
             if not missing:
                 break
             try:
-                with breaker.guard(proves=False):  # who says what there is may still not give it
-                    held = tier.holds([chunks[index] for index in missing])
+                held = self._ask(at, [chunks[index] for index in missing])
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
                 faults += (str(error),)
@@ -200,6 +200,32 @@ class TieredStore:
             log.exception("kv reader: unexpected error, taken for a miss")
         finally:
             fetch.settle(None, None, fetch.faults)  # if it is not over
+
+    def _ask(self, index: int, chunks: Sequence[Chunk]) -> list[bool]:
+        """What a tier holds; in a thread of its own where asking may hang, for the device thread asks."""
+        tier, patience = self.tiers[index], self._patience.get(self.tiers[index].name)
+        answer: Future[list[bool]] = Future()
+        calls: list[Call] = []
+
+        def ask() -> None:
+            try:
+                with self._reading[index].guard(proves=False) as call:  # who says what there is may still not give it
+                    calls.append(call)
+                    held = tier.holds(chunks)
+                answer.set_result(held)
+            except Exception as error:
+                answer.set_exception(error)
+
+        if patience is None:
+            ask()
+        else:
+            threading.Thread(target=ask, name="kv-asking", daemon=True).start()
+        try:
+            return answer.result(patience)
+        except TimeoutError:
+            for call in calls:  # none when the thread has had no turn yet
+                self._reading[index].give_up(call)
+            raise StoreUnavailable(f"{tier.name} tier: no answer in {patience:g} s") from None
 
     def _give_up_on_hung(self) -> None:
         """Of the reads that have begun, whoever wants them."""

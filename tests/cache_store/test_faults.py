@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,6 +358,31 @@ def test_a_disk_that_hangs_is_given_up_and_left_alone(tmp_path: Path) -> None:
     store.close()
     assert store.room.taken == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def test_a_disk_that_hangs_when_asked_what_it_holds_is_given_up(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    class Mute(DiskStore):
+        asked = 0
+
+        def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+            self.asked += 1
+            gate.wait()
+            return super().holds(chunks)
+
+    disk = Mute(tmp_path, LAYOUT, 1 << 20)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk], patience={"disk": 0.1})
+    told = [store.locate_many([chunk_of(1)]) for _ in range(5)]
+    silent, paused = "disk tier: no answer in 0.1 s", "disk tier: paused after repeated failures"
+    assert told == [([None], (fault,)) for fault in (silent, silent, silent, paused, paused)]
+    assert disk.asked == 3
+    gate.set()
+    deadline = time.monotonic() + 30
+    while store.locate(chunk_of(1)) != "disk":
+        assert time.monotonic() < deadline
+    store.close()
 
 
 def test_a_disk_that_has_come_back_is_asked_again(tmp_path: Path) -> None:
