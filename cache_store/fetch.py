@@ -92,9 +92,8 @@ class Fetch:
         """See Landing."""
         with self._changed:
             self._since = time.monotonic()
-            if (
-                layers > self._layers and not self.over
-            ):  # else a tier has taken over that is not as far as the one that failed
+            # Fewer are there when a tier has taken over that is not as far as the one that failed.
+            if layers > self._layers and not self.over:
                 self.kv, self._layers = kv, layers
                 self._changed.notify_all()
 
