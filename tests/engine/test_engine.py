@@ -258,20 +258,22 @@ class Gated(DiskStore):
 
 async def test_a_hung_disk_costs_the_first_request_a_moment_and_the_next_nothing(tmp_path: Path) -> None:
     healthy, disk = Rig(), Gated(tmp_path)
-    rig = Rig(memory=0, behind=[disk], patience=0.1)
+    rig = Rig(memory=0, behind=[disk], patience=0.5)
     for part in rig.bench.parts:
         disk.put(part.chunk, run(rig.bench.load(part.chunk)).kv)
     try:
         expected = await collect(healthy.engine.submit(healthy.request("healthy", max_tokens=5)))
+        asked: list[int] = []
         for name in ("first", "next"):
             async with asyncio.timeout(20):
                 first, *rest = await collect(rig.engine.submit(rig.request(name, max_tokens=5)))
             assert rest == expected[1:]
             assert isinstance(first, Prefilled)
             assert first.usage.hits["computed"] == 5
-            fault = "no byte in 0.1 s" if name == "first" else "paused after repeated failures"
+            fault = "no byte in 0.5 s" if name == "first" else "paused after repeated failures"
             assert f"disk tier: {fault}" in first.usage.faults
-            assert disk.asked == 5  # all at once, by the first
+            asked.append(disk.asked)
+        assert asked[0] == asked[1] >= 3
     finally:
         disk.gate.set()
         for each in (rig, healthy):
