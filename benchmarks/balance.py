@@ -26,7 +26,7 @@ import torch
 from benchmarks.report import conditions, paired_ratio, publish
 from benchmarks.throttle import Throttled
 from benchmarks.ttft import SUFFIX_TOKENS, Run, first_token, request_maker
-from cache_store.base import Chunk, ChunkKV, KVSource, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, KVSource, LoadedChunk, Pause
 from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
@@ -69,7 +69,7 @@ class _Computing:
         """See KVSource.prefetch: there is nothing to read."""
         return None
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """See KVSource.load."""
         return self._source.compute(chunk)
 
@@ -155,7 +155,7 @@ class Balance:
     def _source(self, store: TieredStore, controller: Controller | None = None) -> ChunkSource:
         return ChunkSource(store, partial(self._encode, controller=controller))
 
-    def _encode(self, chunk: Chunk, controller: Controller | None = None) -> Generator[None, None, ChunkKV]:
+    def _encode(self, chunk: Chunk, controller: Controller | None = None) -> Generator[Pause, None, ChunkKV]:
         return encode_observed(self._model, self._prefixes, self._prefix, "raw", controller or self._controller, chunk)
 
 

@@ -150,6 +150,9 @@ class Landing(Protocol):
     def buffer(self, nbytes: int) -> Tensor:
         """Uninitialised host memory, uint8 [nbytes]. May wait until there is room for it."""
 
+    def moving(self) -> None:
+        """Some bytes have come, but no whole layer yet."""
+
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """The first `layers` layers of `kv` are there and verified; the others may follow."""
 
@@ -160,6 +163,9 @@ class OwnMemory:
     def buffer(self, nbytes: int) -> Tensor:
         """See Landing."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def moving(self) -> None:
+        """See Landing."""
 
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """See Landing."""
@@ -212,6 +218,22 @@ class Arrival(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a computation yields when it cannot go on before a layer has arrived: others had better take their steps."""
+
+    arrival: Arrival
+    layer: int
+
+    @property
+    def over(self) -> bool:
+        """It can go on."""
+        return self.arrival.wait(self.layer, 0.0)
+
+
+Pause = Waiting | None  # what computations yield between their steps
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedChunk:
     """A chunk's KV as found, or as it is being read, which `arrival` then tells.
 
@@ -234,13 +256,13 @@ class KVSource(Protocol):
     def prefetch(self, chunks: Sequence[Chunk]) -> object:
         """Starts reading. What it returns is to be kept until the chunks were loaded: when it goes, reading ends."""
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """Yields between steps of device work, so that the caller may do something else or give up.
 
-        Returns as soon as the first layer can be read.
+        Returns as soon as the first layer can be read. While it waits for that each step takes a few milliseconds.
         """
 
-    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def compute(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """The same without asking the tiers, for a chunk that is computed faster than read, or whose tier failed."""
 
     def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
@@ -264,7 +286,7 @@ class HeldChunks:
         """See KVSource.locate_many."""
         return ["memory" if chunk.key in self.chunks else None for chunk in chunks], ()
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """See KVSource.load."""
         yield from ()
         return LoadedChunk(self.chunks[chunk.key], "memory")

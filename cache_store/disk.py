@@ -22,6 +22,7 @@ from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing
 from cache_store.ledger import Ledger, Policy
 from errors import CorruptEntry, StoreUnavailable
 
+_READ_BYTES = 1 << 20  # in one system call, so that a slow disk shows that it moves
 _MAX_PIECES = 512  # buffers in one system call; the system takes 1024
 
 
@@ -104,7 +105,7 @@ class DiskStore:
             status = os.fstat(file)
             if status.st_size != expected:
                 raise CorruptEntry("length", f"{status.st_size} bytes instead of {expected}")
-            kv = entry.read(partial(_fill, file), chunk, self._layout, landing)
+            kv = entry.read(partial(_fill, file, landing), chunk, self._layout, landing)
             with suppress(OSError):  # what is read-only still serves, with the recency that it had
                 os.utime(file)
         finally:
@@ -190,14 +191,15 @@ def stored_files(folder: Path) -> list[tuple[Path, int]]:
     return [(path, size) for _, path, size in sorted(found)]
 
 
-def _fill(file: int, view: memoryview) -> None:
+def _fill(file: int, landing: Landing, view: memoryview) -> None:
     """Reads until `view` is full. Raises CorruptEntry where the file ends before."""
     done = 0
     while done < len(view):
-        count = os.readv(file, [view[done:]])
+        count = os.readv(file, [view[done : done + _READ_BYTES]])
         if not count:
             raise CorruptEntry("length", "the file ends early")
         done += count
+        landing.moving()
 
 
 def _written(path: Path, pieces: list[memoryview]) -> int:

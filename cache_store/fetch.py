@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,15 +40,20 @@ class Fetch:
 
     `kv` may be read up to the layers that have arrived, and never has fewer of them than before, unless no tier has the
     chunk after all: then it is None. `tier` is where it comes from, None when no tier had it, and
-    `faults` what failed on the way; both are final when `over`.
+    `faults` what failed on the way; both are final when `over`. `given_up`: it is over because a tier hung.
     """
 
-    def __init__(self, chunk: Chunk, room: Room, pinned: bool) -> None:
+    def __init__(self, chunk: Chunk, room: Room, pinned: bool, watch: Callable[[], None] = lambda: None) -> None:
+        """`watch`: what whoever waits calls, to give up on the reads that hang."""
         self.chunk = chunk
         self.kv: ChunkKV | None = None
         self.tier: str | None = None
         self.faults: tuple[str, ...] = ()
         self.over = False
+        self.given_up = False
+        self._watch = watch
+        self._patience: float | None = None
+        self._since: float | None = None  # when the tier that reads gave the last byte; None while it need not
         self._room = room
         self._pinned = pinned
         self._held = 0
@@ -56,32 +63,80 @@ class Fetch:
     def buffer(self, nbytes: int) -> Tensor:
         """See Landing. A second buffer is for another tier's attempt, so the first one's room is free again."""
         self._release()
+        self.rest()  # that others take the room is not the tier's fault
         self._room.take(nbytes)
-        self._held = nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        with self._changed:
+            self._held = nbytes
+            self._since = time.monotonic()
+        return memory
+
+    def begin(self, tier: str, patience: float | None) -> None:
+        """A tier begins to read. It may be without a byte for `patience` seconds; None: as long as it likes."""
+        with self._changed:
+            if not self.over:
+                self.tier = tier
+            self._patience, self._since = patience, time.monotonic()
+
+    def rest(self) -> None:
+        """No tier reads now."""
+        with self._changed:
+            self._since = None
+
+    def moving(self) -> None:
+        """See Landing."""
+        with self._changed:
+            self._since = time.monotonic()
 
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """See Landing."""
         with self._changed:
-            if layers > self._layers:  # else a tier has taken over that is not as far as the one that failed
+            self._since = time.monotonic()
+            # Fewer are there when a tier has taken over that is not as far as the one that failed.
+            if layers > self._layers and not self.over:
                 self.kv, self._layers = kv, layers
                 self._changed.notify_all()
 
+    def failed(self, fault: str) -> None:
+        """A tier has failed; the next may be asked."""
+        with self._changed:
+            if not self.over:
+                self.faults += (fault,)
+
     def settle(self, kv: ChunkKV | None, tier: str | None, faults: tuple[str, ...]) -> None:
-        """Ends the fetch: nothing more will arrive."""
+        """Ends the fetch, unless it was given up: nothing more will arrive."""
         self._release()
         with self._changed:
+            if self.over:
+                return
             self.kv, self.tier, self.faults = kv, tier, faults
             self._layers = kv.layout.layers if kv is not None else 0
             self.over = True
             self._changed.notify_all()
 
+    def give_up(self) -> bool:
+        """Ends the fetch when the tier that reads has tried the patience; True when it did.
+
+        The reader may go on. Its room is given back, or the reads that hang would leave none to the others.
+        """
+        with self._changed:
+            if self.over or self._patience is None or self._since is None:
+                return False
+            if time.monotonic() - self._since < self._patience:
+                return False
+            self.failed(f"{self.tier} tier: no byte in {self._patience:g} s")
+            self.settle(None, None, self.faults)
+            self.given_up = True
+            return True
+
     def wait(self, layer: int, seconds: float) -> bool:
         """True when the layer can be read or the fetch is over; waits for that up to `seconds`."""
+        self._watch()
         with self._changed:
             return self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
 
     def _release(self) -> None:
-        if self._held:
-            self._room.give_back(self._held)
-            self._held = 0
+        with self._changed:
+            held, self._held = self._held, 0
+        if held:
+            self._room.give_back(held)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from weakref import WeakValueDictionary
 
-from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, LoadedChunk, Pause, Waiting
 from cache_store.tiered import TieredStore
 
 _PATIENCE_SECONDS = 0.005  # how long the device thread waits before it looks for something else to do
 
-Encode = Callable[[Chunk], Generator[None, None, ChunkKV]]
+Encode = Callable[[Chunk], Generator[Pause, None, ChunkKV]]
 
 
 class ChunkSource:
@@ -29,11 +29,11 @@ class ChunkSource:
         """See KVSource.prefetch."""
         return [self._store.fetch(chunk) for chunk in chunks]
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """See KVSource.load. The result is in the store, or on its way there."""
         found = self._store.fetch(chunk)
         while not found.wait(0, _PATIENCE_SECONDS):
-            yield
+            yield Waiting(found, 0)
         kv, tier = found.kv, found.tier
         if kv is not None and tier is not None:
             return LoadedChunk(kv, tier, found.faults, None if found.over else found)
@@ -47,7 +47,7 @@ class ChunkSource:
             store.stats.count("misses", places.count(None))
         return places, faults
 
-    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def compute(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """See KVSource.compute. The result is in the store, or on its way there."""
         computation = self._running.get(chunk.key)
         if computation is None:
@@ -55,7 +55,7 @@ class ChunkSource:
             self._running[chunk.key] = computation
         try:
             while not computation.step():
-                yield
+                yield None
         except Exception:
             # Others that drive this computation fail with it; whoever comes later starts anew. The traceback keeps the
             # computation alive, so the weak entry would not vanish by itself.
@@ -71,7 +71,7 @@ class ChunkSource:
 class _Computation:
     """A computation of one chunk's KV that several requests may drive, a step at a time."""
 
-    def __init__(self, steps: Generator[None, None, ChunkKV]) -> None:
+    def __init__(self, steps: Generator[Pause, None, ChunkKV]) -> None:
         self.result: ChunkKV | None = None
         self._steps = steps
         self._error: Exception | None = None

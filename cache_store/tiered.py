@@ -6,18 +6,20 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
-from cache_store.breaker import Breaker
+from cache_store.breaker import Breaker, Call
 from cache_store.fetch import Fetch, Room
-from errors import StoreError
+from cache_store.readers import Readers
+from errors import StoreError, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 _READERS = 8  # chunks that are read at a time
+_CLOSING_SECONDS = 5.0  # for reads that have begun
 
 
 class TieredStore:
@@ -26,7 +28,8 @@ class TieredStore:
     Reads go through the tiers in order, in reader threads, at most `in_flight_bytes` of entries at a time. `put`
     reaches the first tier at once and the others from a writer thread, whose backlog is bounded by `backlog_bytes`, one
     entry excepted: beyond it a write is dropped and counted, for a query must never wait for a slow medium. A tier that
-    fails repeatedly is left alone for a growing time, its reading apart from its writing: a full one still serves.
+    fails repeatedly is left alone for a growing time, its reading apart from its writing: a full one still serves. One
+    that hangs has failed: who waits for it gives up, and another thread takes the place of the one that reads.
     """
 
     name = "tiered"
@@ -37,8 +40,12 @@ class TieredStore:
         backlog_bytes: int = 256 << 20,
         in_flight_bytes: int = 256 << 20,
         pinned: bool = False,
+        patience: Mapping[str, float] | None = None,
     ) -> None:
-        """`pinned`: entries are read into page-locked memory, for a GPU to copy."""
+        """`pinned`: entries are read into page-locked memory, for a GPU to copy.
+
+        patience: by tier, the seconds that a read may be without a byte; others bound their waiting themselves.
+        """
         self.stats = StoreStats()
         self.tiers = tuple(tiers)
         self.room = Room(in_flight_bytes)
@@ -50,7 +57,9 @@ class TieredStore:
         self._lock = threading.Lock()
         self._promoting = threading.Lock()  # held by who writes what was read, so that deletions come before or after
         self._deletions = 0
-        self._readers = ThreadPoolExecutor(_READERS, "kv-reader")
+        self._patience = dict(patience or {})
+        self._reads: dict[Fetch, tuple[Breaker, Call]] = {}  # that have begun
+        self._readers = Readers(_READERS)
         self._backlog_bytes = backlog_bytes
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
         self._pending_bytes = 0
@@ -69,9 +78,9 @@ class TieredStore:
             running = self._fetches.get(chunk.key)
             if running is not None:
                 return running
-            fetch = self._fetches[chunk.key] = Fetch(chunk, self.room, self._pinned)
+            fetch = self._fetches[chunk.key] = Fetch(chunk, self.room, self._pinned, self._give_up_on_hung)
         if not self._search(fetch, slice(0, 1)):
-            self._readers.submit(self._go_on, weakref.ref(fetch))
+            self._readers.submit(partial(self._go_on, weakref.ref(fetch)))
         return fetch
 
     def lookup(self, chunk: Chunk) -> Fetch:
@@ -92,13 +101,12 @@ class TieredStore:
         """
         found: list[str | None] = [None] * len(chunks)
         faults: tuple[str, ...] = ()
-        for tier, breaker in zip(self.tiers, self._reading, strict=True):
+        for at, tier in enumerate(self.tiers):
             missing = [index for index, name in enumerate(found) if name is None]
             if not missing:
                 break
             try:
-                with breaker.guard(proves=False):  # who says what there is may still not give it
-                    held = tier.holds([chunks[index] for index in missing])
+                held = self._ask(at, [chunks[index] for index in missing])
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
                 faults += (str(error),)
@@ -165,7 +173,7 @@ class TieredStore:
             self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
     def close(self) -> None:
-        self._readers.shutdown(cancel_futures=True)
+        self._readers.close(_CLOSING_SECONDS)
         self.flush()
         with self._changed:
             self._closed = True
@@ -186,36 +194,88 @@ class TieredStore:
         if fetch is None:
             return
         try:
-            found = self._search(fetch, slice(1, None))
+            self._search(fetch, slice(1, None))
         except BaseException:
-            fetch.settle(None, None, (*fetch.faults, "kv reader: unexpected error"))
+            fetch.failed("kv reader: unexpected error")
             log.exception("kv reader: unexpected error, taken for a miss")
-            return
-        if not found:
-            fetch.settle(None, None, fetch.faults)
+        finally:
+            fetch.settle(None, None, fetch.faults)  # if it is not over
+
+    def _ask(self, index: int, chunks: Sequence[Chunk]) -> list[bool]:
+        """What a tier holds; in a thread of its own where asking may hang, for the device thread asks."""
+        tier, patience = self.tiers[index], self._patience.get(self.tiers[index].name)
+        answer: Future[list[bool]] = Future()
+        calls: list[Call] = []
+
+        def ask() -> None:
+            try:
+                with self._reading[index].guard(proves=False) as call:  # who says what there is may still not give it
+                    calls.append(call)
+                    held = tier.holds(chunks)
+                answer.set_result(held)
+            except Exception as error:
+                answer.set_exception(error)
+
+        if patience is None:
+            ask()
+        else:
+            threading.Thread(target=ask, name="kv-asking", daemon=True).start()
+        try:
+            return answer.result(patience)
+        except TimeoutError:
+            for call in calls:  # none when the thread has had no turn yet
+                self._reading[index].give_up(call)
+            raise StoreUnavailable(f"{tier.name} tier: no answer in {patience:g} s") from None
+
+    def _give_up_on_hung(self) -> None:
+        """Of the reads that have begun, whoever wants them."""
+        with self._lock:
+            hung = [(fetch, *read) for fetch, read in self._reads.items() if fetch.give_up()]
+            for fetch, breaker, call in hung:
+                breaker.give_up(call)
+                log.warning("kv read given up: %s", fetch.faults[-1])
+            if hung:
+                self._readers.add(len(hung))  # now that the breaker knows of all: the next would hang as well
 
     def _search(self, fetch: Fetch, which: slice) -> bool:
-        """Asks some tiers in order; True, and the fetch is over, when one had the chunk."""
+        """Asks some tiers in order; True, and the fetch is over, when one had the chunk.
+
+        A fetch that was given up asks no further tier, but what comes late is kept all the same.
+        """
         deletions = self._deletions
         for index in range(len(self.tiers))[which]:
             tier = self.tiers[index]
-            fetch.tier = tier.name
             try:
-                with self._reading[index].guard():
-                    kv = tier.get(fetch.chunk, fetch)
+                with self._reading[index].guard() as call:
+                    kv = self._read(index, fetch, call)
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
-                fetch.faults += (str(error),)
-                continue
+                fetch.failed(str(error))
+                kv = None
             if kv is not None:
-                self.stats.count("hits")
+                self.stats.count("misses" if fetch.given_up else "hits")
                 with self._promoting:
                     if self._deletions == deletions:  # else it may be of these
                         self._store(index, fetch.chunk, kv, KEEP)
                 fetch.settle(kv, tier.name, fetch.faults)
                 return True
+            if fetch.given_up:
+                break
         self.stats.count("misses", which.stop is None)
         return False
+
+    def _read(self, index: int, fetch: Fetch, call: Call) -> ChunkKV | None:
+        tier = self.tiers[index]
+        with self._lock:
+            self._reads[fetch] = self._reading[index], call
+        fetch.begin(tier.name, self._patience.get(tier.name))
+        try:
+            return tier.get(fetch.chunk, fetch)
+        finally:
+            fetch.rest()
+            with self._lock:
+                del self._reads[fetch]
+                self._readers.add(-fetch.given_up)  # back in its place
 
     def _store(self, count: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
         """Writes to the first `count` tiers."""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
+from cache_store.base import Pause
 from engine.base import Event, Finished, Sampling, Token
 from engine.forward import Steps
 from errors import NumericalFault
 
-EventSteps = Generator[Event | None, None, None]
+EventSteps = Generator[Event | Pause, None, None]
 
 
 def decode(

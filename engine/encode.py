@@ -9,7 +9,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import Chunk, ChunkKV, Pause
 from engine.base import Work
 from engine.controller import Controller
 from engine.forward import ForwardPass
@@ -17,28 +17,30 @@ from engine.model import Model, token_tensor
 from engine.slots import Slots
 from errors import NumericalFault
 
-_SYSTEM_PREFIXES = 8  # a service has one, and with glue one more for each number of chunks
+_FEWEST = 2  # short prompts that are kept, whatever they take: the system prefix, and it with the glue of one request
 
 
 class PrefixCache:
-    """KV at its true positions 0..len-1, exact: the last few short ones, and prompts up to `max_bytes`.
+    """KV at its true positions 0..len-1, exact: of short prompts and of whole ones, each the last used within a budget.
 
-    Short are the system prefix, which serves every strategy, and it with glue behind it, for Stage I. Only the strategy
-    `prefix` keeps whole prompts.
+    Short are the system prefix, which serves every strategy, and it with glue behind it, for Stage I: one for each
+    number of chunks. Only the strategy `prefix` keeps whole prompts.
     """
 
-    def __init__(self, model: Model, max_bytes: int = 512 << 20) -> None:
+    def __init__(self, model: Model, max_bytes: int = 512 << 20, short_bytes: int = 256 << 20) -> None:
+        """`max_bytes`: of whole prompts. `short_bytes`: of short ones, the two used last excepted."""
         self._model = model
         self._max_bytes = max_bytes
+        self._short_bytes = short_bytes
         self._system: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
 
-    def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[None, None, None]:
+    def copy_into(self, prefix: tuple[int, ...], slots: Slots) -> Generator[Pause, None, None]:
         """Fills slots 0..len(prefix)-1; computes the prefix's KV when it is not kept."""
         if prefix:
             slots.data[:, :, :, : len(prefix)] = yield from self.exact(prefix)
 
-    def exact(self, ids: tuple[int, ...]) -> Generator[None, None, Tensor]:
+    def exact(self, ids: tuple[int, ...]) -> Generator[Pause, None, Tensor]:
         """KV of a short prompt, which are kept, [layers, 2, kv_heads, tokens, head_dim]. Not to be written to."""
         kept = self._system.get(ids)
         if kept is None:
@@ -47,8 +49,7 @@ class PrefixCache:
             yield from run.run(self._model.layout.layers - 1)
             run.write_kv()
             kept = self._system[ids] = own.data
-            if len(self._system) > _SYSTEM_PREFIXES:
-                self._system.popitem(last=False)
+            _forget_beyond(self._short_bytes, self._system, _FEWEST)
         self._system.move_to_end(ids)
         return kept
 
@@ -74,9 +75,14 @@ class PrefixCache:
         data = slots.data[:, :, :, : len(ids)].clone()
         self._prompts.pop(ids, None)
         self._prompts[ids] = data
-        held = sum(kept.nbytes for kept in self._prompts.values())
-        while held > self._max_bytes:
-            held -= self._prompts.popitem(last=False)[1].nbytes
+        _forget_beyond(self._max_bytes, self._prompts)
+
+
+def _forget_beyond(max_bytes: int, kept: OrderedDict[tuple[int, ...], Tensor], fewest: int = 0) -> None:
+    """Drops those used longest ago. Whoever uses one of them still has it."""
+    held = sum(data.nbytes for data in kept.values())
+    while held > max_bytes and len(kept) > fewest:
+        held -= kept.popitem(last=False)[1].nbytes
 
 
 def _shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -92,7 +98,7 @@ def encode_chunk(
     chunk: Chunk,
     codec: str = "raw",
     work: Work | None = None,
-) -> Generator[None, None, ChunkKV]:
+) -> Generator[Pause, None, ChunkKV]:
     """Prefills prefix + chunk and keeps the chunk's K and V, K turned back to angle 0 in fp32, as `codec` writes them.
 
     Yields between layers, and adds what it did to `work`, except for the prefix. Raises NumericalFault when the model
@@ -118,7 +124,7 @@ def encode_chunk(
 
 def encode_observed(
     model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], codec: str, controller: Controller, chunk: Chunk
-) -> Generator[None, None, ChunkKV]:
+) -> Generator[Pause, None, ChunkKV]:
     """`encode_chunk`, of whose cost the controller learns: the time of its own steps, not of what ran between them."""
     work, seconds = Work(), 0.0
     steps = encode_chunk(model, prefixes, prefix, chunk, codec, work)
@@ -130,4 +136,4 @@ def encode_observed(
             controller.observe(work, seconds + time.perf_counter() - start)
             return stop.value  # type: ignore[no-any-return]
         seconds += time.perf_counter() - start
-        yield
+        yield None

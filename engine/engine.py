@@ -6,8 +6,8 @@ Every request is a generator (see generate.py). Scheduling is choosing whose nex
     2. decoding requests in turn                    one token each
     3. background encodings                         only when no query has anything to do
 
-So a query waits for at most one step (a layer, or a token) of background work, and an abort takes effect at the
-next step.
+Who waits for a tier is passed over until what it waits for is there, or nobody else has anything to do. So a query
+waits for at most one step (a layer, or a token) of background work, and an abort takes effect at the next step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 
 import torch
 
-from cache_store.base import Chunk
+from cache_store.base import Chunk, Waiting
 from engine.base import EngineStats, Event, Finished, GenerateRequest, Loader, Prefilled, Request, Token
 from engine.decode import EventSteps
 from engine.strategies.base import Strategy
@@ -156,16 +157,21 @@ class Engine:
             for task in queue:
                 if task.aborted:
                     return task
-        prefilling = next((task for task in self._running if not task.decoding), None)
-        if prefilling is not None:
-            return prefilling
+        prefilling = [task for task in self._running if not task.decoding]
+        able = next((task for task in prefilling if task.able()), None)
+        if able is not None:
+            return able
         if self._waiting and len(self._running) < self._max_running:
             self._running.append(self._waiting.popleft())
             return self._running[-1]
-        if self._running:
-            self._running.rotate(-1)
-            return self._running[-1]
-        return self._background[0] if self._background else None
+        decoding = next((task for task in self._running if task.decoding), None)
+        if decoding is not None:
+            self._running.remove(decoding)
+            self._running.append(decoding)
+            return decoding
+        able = next((task for task in self._background if task.able()), None)
+        # Who cannot go on waits for a moment in its own step, so this is no busy loop.
+        return able or next(iter((*prefilling, *self._background)), None)
 
     def _step(self, task: _Task) -> None:
         """Takes one step of the task: up to its next event, layer or chunk."""
@@ -183,10 +189,12 @@ class Engine:
                 log.exception("request %s failed", task.request.id)
             self._end(task, error)
         else:
+            task.waiting = event if isinstance(event, Waiting) else None
             if isinstance(event, Prefilled):
                 self._forget(task.request.id)
-                event.timings["queue"] = (task.started - task.submitted) * 1000
-            if event is not None:
+                queued = (task.started - task.submitted) * 1000
+                event.timings["queue"] = event.timings.get("queue", 0.0) + queued
+            if event is not None and not isinstance(event, Waiting):
                 task.decoding = task.decoding or isinstance(event, Token | Finished)
                 task.send(event)
 
@@ -218,11 +226,16 @@ class _Task:
         self.steps: EventSteps | None = None
         self.submitted = time.monotonic()
         self.started = 0.0
+        self.waiting: Waiting | None = None
         self.decoding = False
         self.aborted = False
         self._loop = loop
 
+    def able(self) -> bool:
+        """Its next step does not begin with waiting."""
+        return self.waiting is None or self.waiting.over
+
     def send(self, item: Event | Exception | None) -> None:
         """Hands an event to the submitter; an exception or None ends the stream."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, perhaps this moment: nobody listens any more
             self._loop.call_soon_threadsafe(self.events.put_nowait, item)

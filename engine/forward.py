@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from cache_store.base import Pause
 from engine.attention import QueryRows, add_column_sums, attend
 from engine.base import Work
 from engine.slots import Slots
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from engine.model import Model
 
 T = TypeVar("T")
-Ready = Callable[[int], Generator[None, None, None]]
-Steps = Generator[None, None, Tensor]
+Ready = Callable[[int], Generator[Pause, None, None]]
+Steps = Generator[Pause, None, Tensor]
 Angles = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -120,12 +121,12 @@ class ForwardPass:
         self._ready = ready
         self._hidden, self._angles = model.embed(ids, self.rows)
 
-    def run(self, stop: int, scores: Scores | None = None) -> Generator[None, None, None]:
+    def run(self, stop: int, scores: Scores | None = None) -> Generator[Pause, None, None]:
         """Takes all rows through the layers before `stop`; yields after each."""
         while self.layer < stop:
             self._hidden = self._call(Step(self.rows, self.slots, scores))
             self.layer += 1
-            yield
+            yield None
             if self._ready is not None and self.layer < self.model.layout.layers:
                 yield from self._ready(self.layer)
 

@@ -23,19 +23,19 @@ def generate(
     request: GenerateRequest,
     controller: Controller | None = None,
 ) -> EventSteps:
-    """Yields None between layers and chunks, `Prefilled` before the first token, then `Token`s and `Finished`.
+    """Yields a Pause between layers and chunks, `Prefilled` before the first token, then `Token`s and `Finished`.
 
     Raises NumericalFault when the model gives no finite logits. When a strategy that reuses KV gives none, the request
     is answered by a full prefill and says so.
     """
     prefill = Prefill(model, source, prefixes, request, controller)
     try:
-        logits = finite((yield from request.strategy.prefill(prefill)))
+        logits = finite((yield from prefill.clocked(request.strategy.prefill(prefill))))
     except NumericalFault as fault:
         if not request.strategy.reuses:
             raise
         prefill.fall_back(str(fault))
-        logits = finite((yield from Full().prefill(prefill)))
+        logits = finite((yield from prefill.clocked(Full().prefill(prefill))))
     yield _prefilled(prefill)
 
     def advance(token: int, index: int) -> Steps:

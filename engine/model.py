@@ -183,9 +183,9 @@ class Model:
         return self._kinds[layer]
 
     def flops(self, work: Work) -> int:
-        """Floating point operations of passes through the layers: linear part and attention."""
+        """Floating point operations of passes through the layers: linear part, attention, and Stage I's second QK^T."""
         linear = self.layer_params * work.rows + self.kv_params * work.kv_rows
-        return 2 * linear + 4 * self.heads * self.layout.head_dim * work.pairs
+        return 2 * linear + 2 * self.heads * self.layout.head_dim * (2 * work.pairs + work.scored)
 
     def full_work(self, prompt: int) -> Work:
         """What a full prefill of `prompt` tokens does."""

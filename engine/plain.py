@@ -54,7 +54,7 @@ class PlainModel:
         yield Prefilled(usage, {"stage2": spent}, self._token_cost.predict((len(ids),)) * 1000)
 
         def advance(token: int, _: int) -> Steps:
-            yield
+            yield None
             return self._forward([token], cache)[0]
 
         yield from decode(request.sampling, self.eos_ids, finite(logits), advance)

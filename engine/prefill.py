@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cache_store.base import KVSource, LoadedChunk
+from cache_store.base import KVSource, LoadedChunk, Pause, Waiting
 from engine.base import GenerateRequest, Usage
 from engine.controller import Controller
 from engine.encode import PrefixCache
@@ -98,7 +98,7 @@ class Prefill:
             self._note_faults(faults)
         return self._places
 
-    def assemble(self, lazily: bool = False) -> Generator[None, None, None]:
+    def assemble(self, lazily: bool = False) -> Generator[Pause, None, None]:
         """Loads every chunk (computing what no tier holds) and places it: V copied, K turned to its position.
 
         What is computed goes first, for the others are read meanwhile. Every layer is placed, or `lazily` only the
@@ -116,14 +116,14 @@ class Prefill:
                 had = self.source.compute if chunks[index].key in anew else self.source.load
                 loaded[index] = found = yield from had(chunks[index])
                 self._note(found, 1)
-                yield
+                yield None
             self._loaded = [loaded[index] for index in range(len(chunks))]
             del reading
         self._placed = 0
         self._angles = self.model.angles(self.layout.context)
         yield from self._place_through(0 if lazily else self.model.layout.layers - 1)
 
-    def _place_through(self, layer: int) -> Generator[None, None, None]:
+    def _place_through(self, layer: int) -> Generator[Pause, None, None]:
         """Places the layers up to `layer` that are not yet in the slots."""
         while self._loaded and self._placed <= layer:
             with self.timed("load"):
@@ -134,16 +134,16 @@ class Prefill:
             self._placed += 1
             if self._placed == self.model.layout.layers:
                 self._loaded = []
-            yield
+            yield None
 
-    def _await_layer(self, layer: int) -> Generator[None, None, None]:
+    def _await_layer(self, layer: int) -> Generator[Pause, None, None]:
         """Waits until the layer of every chunk can be read, and computes those chunks whose reading failed."""
         for index, found in enumerate(self._loaded):
             arrival = found.arrival
             if arrival is None:
                 continue
             while not arrival.wait(layer, _PATIENCE_SECONDS):
-                yield
+                yield Waiting(arrival, layer)
             kv = arrival.kv
             if kv is None:
                 self._note(found, -1)
@@ -223,7 +223,7 @@ class Prefill:
         run.score(scores)
         return self.of_context(sums.sum(0)) / (self.model.heads * len(layers))
 
-    def _place_glue(self) -> Generator[None, None, None]:
+    def _place_glue(self) -> Generator[Pause, None, None]:
         """Puts the glue's KV into the slots as if no chunk stood before it."""
         glue = self.layout.glue
         if not len(glue):
@@ -261,6 +261,20 @@ class Prefill:
     def of_context(self, values: Tensor) -> Tensor:
         """Of values [..., positions] those of the context tokens."""
         return values[..., self.layout.context.to(values.device)]
+
+    def clocked(self, steps: Steps) -> Steps:
+        """The same steps. What others do between them counts as `queue`, unless this one waits for a layer anyway."""
+        with closing(steps):
+            while True:
+                try:
+                    pause = next(steps)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                if pause is not None:
+                    yield pause
+                    continue
+                with self.timed("queue"):
+                    yield None
 
     def device_seconds(self) -> float:
         """How long the device took for `usage.work`."""

@@ -59,6 +59,7 @@ class Settings(BaseSettings):
 
     memory_bytes: int = Field(1 * GIB, ge=0, description="budget of the memory tier")
     disk_bytes: int = Field(20 * GIB, ge=0, description="budget of the disk tier; 0 turns it off")
+    disk_timeout_ms: int = Field(250, ge=10, le=60000, description="longest wait for a byte from the disk tier")
     redis_url: str = Field("", description="Redis tier, such as redis://host:6379/0 or unix:///path; empty: none")
     redis_bytes: int = Field(0, ge=0, description="nothing is written to a Redis that holds more; 0: its own maxmemory")
     redis_timeout_ms: int = Field(250, ge=10, le=60000, description="longest wait for a byte from Redis")

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, LoadedChunk, Pause
 from engine.base import GenerateRequest, Part, Sampling
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import run_steps
@@ -161,14 +161,14 @@ class Bench:
         """KVSource.prefetch: nothing is read."""
         return None
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """KVSource.load: everything is computed once and kept."""
         if chunk.key not in self.encoded:
             self.encoded[chunk.key] = yield from encode_chunk(self.model, self.prefixes, self.prefix, chunk)
             return LoadedChunk(self.encoded[chunk.key], "computed")
         return LoadedChunk(self.encoded[chunk.key], "memory")
 
-    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def compute(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """KVSource.compute."""
         self.encoded.pop(chunk.key, None)
         return (yield from self.load(chunk))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from benchmarks.quality.methods import FULL, NONE, Method
 from benchmarks.quality.prompts import Prompt
-from cache_store.base import Chunk, ChunkKV, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, LoadedChunk, Pause
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import ForwardPass, run_steps
 from engine.model import Model, text_decoder, token_tensor
@@ -74,7 +74,7 @@ class PromptRun:
         self._chunks: dict[str, ChunkKV] = {}
         self._unreported: dict[str, float] = {}  # what was spent for all methods: told with the next one
 
-    def load(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """KVSource.load: a plain store in memory that all methods share."""
         if chunk.key in self._chunks:
             return LoadedChunk(self._chunks[chunk.key], "memory")
@@ -86,7 +86,7 @@ class PromptRun:
         """KVSource.prefetch: everything is in memory."""
         return None
 
-    def compute(self, chunk: Chunk) -> Generator[None, None, LoadedChunk]:
+    def compute(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
         """KVSource.compute."""
         return (yield from self.load(chunk))
 
@@ -225,14 +225,14 @@ class _SharedPrefill(Prefill):
         super().__init__(run.model, run, prefixes, prompt.request(strategy))
         self._assembled = assembled
 
-    def assemble(self, lazily: bool = False) -> Generator[None, None, None]:
+    def assemble(self, lazily: bool = False) -> Generator[Pause, None, None]:
         """See Prefill.assemble. The times are those of the assembly that is copied."""
         if self._assembled is None:
             yield from super().assemble(lazily)
             return
         self.slots.data[:, :, :, : self.layout.suffix_start] = self._assembled.data
         self.timings |= self._assembled.timings
-        yield
+        yield None
 
 
 def forced_logits(model: Model, slots: Slots, position: int, logits: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from cache_store.base import Pause
 from engine.forward import ForwardPass, Steps
 from engine.prefill import Prefill
 from engine.strategies.base import SelectiveStrategy, top_tokens
@@ -45,7 +46,7 @@ def importance(prefill: Prefill, factor: Factor) -> Steps:
     return (yield from importances(prefill, (factor,)))[factor]
 
 
-def importances(prefill: Prefill, factors: Sequence[Factor]) -> Generator[None, None, dict[Factor, Tensor]]:
+def importances(prefill: Prefill, factors: Sequence[Factor]) -> Generator[Pause, None, dict[Factor, Tensor]]:
     """`importance` of several factors, of one full prefill; `kvshare`, which other rows score, takes one of its own."""
     found: dict[Factor, Tensor] = {}
     for apart in (False, True):
@@ -55,7 +56,7 @@ def importances(prefill: Prefill, factors: Sequence[Factor]) -> Generator[None, 
     return found
 
 
-def _means(prefill: Prefill, factors: Sequence[Factor]) -> Generator[None, None, dict[Factor, Tensor]]:
+def _means(prefill: Prefill, factors: Sequence[Factor]) -> Generator[Pause, None, dict[Factor, Tensor]]:
     layout, layers = prefill.layout, prefill.model.layout.layers
     everything = torch.arange(len(layout))
     scoring = everything if "kvshare" in factors else layout.suffix

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from engine.decode import finite
 from engine.forward import Steps
 from engine.prefill import Prefill
 from engine.strategies.base import Strategy
@@ -19,7 +20,10 @@ class Prefix(Strategy):
     reuses: ClassVar[bool] = False
 
     def prefill(self, prefill: Prefill) -> Steps:
-        """See Strategy.prefill. The prompt is kept for those that come after it."""
+        """See Strategy.prefill. The prompt is kept for those that come after it.
+
+        Raises NumericalFault, and keeps nothing, when the logits are NaN or infinite.
+        """
         ids = tuple(prefill.layout.ids.tolist())
         with prefill.timed("assemble"):
             length = prefill.prefixes.copy_longest(ids, prefill.slots)
@@ -27,6 +31,6 @@ class Prefix(Strategy):
         prefill.note_selected(torch.arange(int(torch.searchsorted(context, length)), len(context)))
         prefill.usage.ratio = len(prefill.selected) / max(1, len(context))
         with prefill.timed("stage2"):
-            logits = yield from prefill.start(torch.arange(length, len(ids))).finish()
+            logits = finite((yield from prefill.start(torch.arange(length, len(ids))).finish()))
         prefill.prefixes.keep(ids, prefill.slots)
         return logits

@@ -23,5 +23,5 @@ class Random(SelectiveStrategy):
         """See SelectiveStrategy.select."""
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(prefill.usage.context_tokens, generator=generator)
-        yield
+        yield None
         return order[:budget].sort().values

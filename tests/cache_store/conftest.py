@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore, LoadedChunk
+from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore, LoadedChunk, Pause
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
@@ -58,7 +58,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisSer
     made.close()
 
 
-def interleaved(loads: list[Generator[None, None, Any]]) -> list[Any]:
+def interleaved(loads: list[Generator[Pause, None, Any]]) -> list[Any]:
     """Drives all in turn, as the device thread does."""
     results = []
     while loads:

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import redis
 from cache_store import entry
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
 from cache_store.disk import DiskStore
-from cache_store.fetch import Fetch
+from cache_store.fetch import Fetch, Room
 from cache_store.memory import MemoryStore
 from cache_store.redis import RedisStore
 from cache_store.source import ChunkSource
@@ -290,8 +291,10 @@ class Gated(DiskStore):
     def __init__(self, folder: Path, gate: threading.Event) -> None:
         super().__init__(folder, LAYOUT, 1 << 20)
         self._gate = gate
+        self.asked = 0
 
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+        self.asked += 1
         self._gate.wait()
         return super().get(chunk, landing)
 
@@ -353,6 +356,124 @@ def test_a_slow_tier_keeps_nobody_else_waiting(tmp_path: Path) -> None:
     gate.set()
     assert same(whole(run(waiting)), kv_of(2))
     store.close()
+
+
+def test_a_disk_that_hangs_is_given_up_and_left_alone(tmp_path: Path) -> None:
+    """Also for those whose turn has not come, and while nobody waits for the reads that hang."""
+    gate, encoder = threading.Event(), Encoder()
+    disk, memory = Gated(tmp_path, gate), MemoryStore(1 << 20)
+    for number in range(12):
+        disk.put(chunk_of(number), kv_of(number))
+    store = TieredStore([memory, disk], patience={"disk": 0.3})
+    source = ChunkSource(store, encoder)
+    kept = source.prefetch([chunk_of(number) for number in range(12)])
+    loaded = run(source.load(chunk_of(11)))
+    assert (loaded.tier, len(loaded.faults)) == ("computed", 1)
+    loaded = run(source.load(chunk_of(0)))
+    assert (loaded.tier, loaded.faults) == ("computed", ("disk tier: no byte in 0.3 s",))
+    asked = disk.asked
+    assert 3 <= asked <= 10  # there are eight places; two more may take the place of the first two that are given up
+    del kept
+    memory.delete(chunk_of(number).key for number in range(12))
+    for number in range(8, 12):
+        assert run(source.load(chunk_of(number))).tier == "computed"
+    assert disk.asked == asked
+    gate.set()
+    deadline = time.monotonic() + 30
+    while not all(memory.holds([chunk_of(number) for number in range(min(asked, 8))])):  # what comes late is kept
+        assert time.monotonic() < deadline
+    store.close()
+    assert store.room.taken == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def test_a_disk_that_hangs_when_asked_what_it_holds_is_given_up(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    class Mute(DiskStore):
+        asked = 0
+
+        def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+            self.asked += 1
+            gate.wait()
+            return super().holds(chunks)
+
+    disk = Mute(tmp_path, LAYOUT, 1 << 20)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk], patience={"disk": 0.1})
+    told = [store.locate_many([chunk_of(1)]) for _ in range(5)]
+    silent, paused = "disk tier: no answer in 0.1 s", "disk tier: paused after repeated failures"
+    assert told == [([None], (fault,)) for fault in (silent, silent, silent, paused, paused)]
+    assert disk.asked == 3
+    gate.set()
+    deadline = time.monotonic() + 30
+    while store.locate(chunk_of(1)) != "disk":
+        assert time.monotonic() < deadline
+    store.close()
+
+
+def test_a_disk_that_has_come_back_is_asked_again(tmp_path: Path) -> None:
+    gate = threading.Event()
+    disk = Gated(tmp_path, gate)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk], patience={"disk": 0.1})
+    source = ChunkSource(store, Encoder())
+    for number in range(3):
+        assert run(source.load(chunk_of(number))).tier == "computed"
+    gate.set()
+    deadline = time.monotonic() + 30
+    while (loaded := run(source.load(chunk_of(1)))).tier != "disk":
+        assert time.monotonic() < deadline
+    assert same(whole(loaded), kv_of(1))
+    store.close()
+
+
+def test_patience_counts_from_the_last_byte_and_only_while_a_tier_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("cache_store.fetch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    room = Room(100)
+    fetch = Fetch(chunk_of(1), room, pinned=False)
+
+    def given_up_after(seconds: float) -> bool:
+        now[0] += seconds
+        return fetch.give_up()
+
+    assert not given_up_after(10)  # its turn has not come
+    fetch.begin("redis", None)
+    assert not given_up_after(10)  # Redis bounds its own waiting
+    fetch.begin("disk", 0.25)
+    steps: list[Callable[[], object]] = [lambda: fetch.buffer(80), fetch.moving, lambda: fetch.arrived(kv_of(1), 1)]
+    for step in steps:
+        assert not given_up_after(0.2)
+        step()
+    other = Fetch(chunk_of(2), room, pinned=False)
+    other.begin("disk", 0.25)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.buffer, 80)
+        while other._since is not None:
+            time.sleep(0.001)
+        now[0] += 0.2
+        assert not other.give_up()
+        assert given_up_after(0.1)
+        assert (fetch.over, fetch.kv, fetch.faults) == (True, None, ("disk tier: no byte in 0.25 s",))
+        waiting.result(10)  # the room is free again
+    fetch.arrived(kv_of(1), 2)
+    fetch.settle(kv_of(1), "disk", ())
+    assert (fetch.kv, fetch.tier) == (None, None)
+
+
+def test_a_disk_shows_that_it_moves_within_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(OwnMemory):
+        moves = 0
+
+        def moving(self) -> None:
+            self.moves += 1
+
+    monkeypatch.setattr("cache_store.disk._READ_BYTES", 1000)
+    store, landing = DiskStore(tmp_path, LAYOUT, 1 << 20), Counting()
+    store.put(chunk_of(1), kv_of(1))
+    assert same(store.get(chunk_of(1), landing), kv_of(1))
+    assert landing.moves >= ENTRY // 1000
 
 
 def test_bytes_in_flight_are_bounded_and_given_back(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -461,6 +582,9 @@ def test_a_tier_that_takes_over_never_takes_back_what_has_arrived(tmp_path: Path
 
         def buffer(self, nbytes: int) -> Any:
             return self._landing.buffer(nbytes).zero_()
+
+        def moving(self) -> None:
+            self._landing.moving()
 
         def arrived(self, kv: ChunkKV, layers: int) -> None:
             self._landing.arrived(kv, layers)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,39 @@ def test_an_answer_that_proves_nothing_heals_nothing_and_takes_no_turn() -> None
     with breaker.guard():  # the probe is still to be made, and heals
         pass
     with breaker.guard():
+        pass
+
+
+def test_a_breaker_does_not_probe_while_a_call_hangs() -> None:
+    """And what ends after it was given up on neither counts twice nor proves that the thing works."""
+    clock = Clock()
+    breaker = Breaker("thing", clock)
+    with ExitStack() as stack:
+        for call in [stack.enter_context(breaker.guard()) for _ in range(4)]:
+            breaker.give_up(call)
+        clock.now += 100
+        with pytest.raises(StoreUnavailable), breaker.guard():
+            pass
+    with pytest.raises(StoreUnavailable), breaker.guard():  # the probe
+        raise StoreUnavailable("no")
+    clock.now += 1.5
+    with pytest.raises(StoreUnavailable, match="paused"), breaker.guard():
+        pass
+    clock.now += 0.5  # that is twice the first pause, however many hung at once
+    with breaker.guard():
+        pass
+
+    def hang() -> None:
+        with breaker.guard() as call:
+            breaker.give_up(call)
+            raise StoreUnavailable("no")
+
+    with pytest.raises(StoreUnavailable, match="no"):
+        hang()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="no"), breaker.guard():
+            raise StoreUnavailable("no")
+    with pytest.raises(StoreUnavailable, match="paused"), breaker.guard():
         pass
 
 

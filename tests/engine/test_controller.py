@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing
+from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Pause
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
@@ -219,7 +219,7 @@ class Rig:
         self.controller.compute = LinearCost((1e-9, *[1e-11] * 4, 1e-11))  # time is operations, nearly
         self.controller.reads["memory"] = FAST
 
-    def encode(self, chunk: Chunk) -> Generator[None, None, ChunkKV]:
+    def encode(self, chunk: Chunk) -> Generator[Pause, None, ChunkKV]:
         return encode_chunk(self.bench.model, self.bench.prefixes, self.bench.prefix, chunk)
 
     def prefilled(self, strategy: str, ratio: float = 0.2) -> tuple[Prefilled, list[int]]:

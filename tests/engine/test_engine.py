@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Pause
+from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
 from cache_store.source import ChunkSource
 from cache_store.tiered import TieredStore
@@ -25,19 +29,26 @@ from engine.prefill import Prefill
 from engine.strategies import SERVED
 from engine.strategies.full import Full
 from errors import Cancelled, NotReady, QueueFull
-from tests.tiny import FAMILIES, Bench, tiny_model
+from tests.tiny import FAMILIES, Bench, run, tiny_model
 
 
 class Rig:
     """An engine on a tiny model, with a trace of what the device thread did."""
 
     def __init__(
-        self, max_waiting: int = 32, max_running: int = 4, memory: int = 1 << 30, family: str = "llama"
+        self,
+        max_waiting: int = 32,
+        max_running: int = 4,
+        memory: int = 1 << 30,
+        behind: Sequence[KVStore] = (),
+        patience: float = 60.0,
+        family: str = "llama",
     ) -> None:
+        """`behind`: tiers behind the memory. `patience`: with the disk, in seconds."""
         self.bench = Bench(tiny_model(FAMILIES[family]))
         self.trace: list[str] = []
         self.encodings: list[str] = []
-        self.store = TieredStore([MemoryStore(memory)])
+        self.store = TieredStore([MemoryStore(memory), *behind], patience={"disk": patience})
         source = ChunkSource(self.store, self._encode)
         self.controller = Controller(self.bench.model, self.store.tiers)
         self.first_guess = LinearCost(self.controller.compute.coefficients)
@@ -54,7 +65,7 @@ class Rig:
 
         self.engine = Engine(steps, max_waiting, max_running)
 
-    def _encode(self, chunk: Chunk) -> Generator[None, None, ChunkKV]:
+    def _encode(self, chunk: Chunk) -> Generator[Pause, None, ChunkKV]:
         self.encodings.append(chunk.key)
         return encode_chunk(self.bench.model, self.bench.prefixes, self.bench.prefix, chunk)
 
@@ -233,6 +244,116 @@ async def test_an_aborted_request_leaves_the_queue_before_it_ran() -> None:
         rig.store.close()
 
 
+class Gated(DiskStore):
+    """A disk that gives nothing of what it holds until its gate is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, tiny_model(FAMILIES["llama"]).layout, 1 << 30)
+        self.gate = threading.Event()
+        self.asked = 0
+
+    def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
+        if self.holds([chunk])[0]:
+            self.asked += 1
+            self.gate.wait()
+        return super().get(chunk, landing)
+
+
+async def test_a_hung_disk_costs_the_first_request_a_moment_and_the_next_nothing(tmp_path: Path) -> None:
+    healthy, disk = Rig(), Gated(tmp_path)
+    rig = Rig(memory=0, behind=[disk], patience=0.5)
+    for part in rig.bench.parts:
+        disk.put(part.chunk, run(rig.bench.load(part.chunk)).kv)
+    try:
+        expected = await collect(healthy.engine.submit(healthy.request("healthy", max_tokens=5)))
+        asked: list[int] = []
+        for name in ("first", "next"):
+            async with asyncio.timeout(20):
+                first, *rest = await collect(rig.engine.submit(rig.request(name, max_tokens=5)))
+            assert rest == expected[1:]
+            assert isinstance(first, Prefilled)
+            assert first.usage.hits["computed"] == 5
+            fault = "no byte in 0.5 s" if name == "first" else "paused after repeated failures"
+            assert f"disk tier: {fault}" in first.usage.faults
+            asked.append(disk.asked)
+        assert asked[0] == asked[1] >= 3
+    finally:
+        disk.gate.set()
+        for each in (rig, healthy):
+            each.engine.close()
+            each.store.close()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Generator[tuple[Rig, Gated]]:
+    """A rig whose chunks lie on a disk that gives nothing yet."""
+    disk = Gated(tmp_path)
+    rig = Rig(memory=0, behind=[disk])
+    for part in rig.bench.parts:
+        disk.put(part.chunk, run(rig.bench.load(part.chunk)).kv)
+    yield rig, disk
+    disk.gate.set()
+    rig.engine.close()
+    rig.store.close()
+
+
+async def test_a_prefill_that_waits_for_a_tier_lets_the_others_go_on(slow: tuple[Rig, Gated]) -> None:
+    """Another prefill and its tokens, and one that waits as well; then the tier gives and the answers are right."""
+    rig, disk = slow
+    expected = (await collect(rig.engine.submit(rig.request("computed", "full", max_tokens=5))))[1:]
+    held = [asyncio.create_task(collect(rig.engine.submit(rig.request(f"held{i}", max_tokens=5)))) for i in range(2)]
+    await rig.until(lambda: "held0" in rig.trace)
+    async with asyncio.timeout(20):
+        beside = await collect(rig.engine.submit(rig.request("beside", "full", max_tokens=5)))
+    assert beside[1:] == expected
+    assert rig.engine.stats().running == 2
+    disk.gate.set()
+    for events in await asyncio.gather(*held):
+        assert isinstance(events[0], Prefilled)
+        assert events[0].usage.hits["disk"] == 5
+        assert events[-1] == Finished("length")
+
+
+async def test_waiting_for_a_tier_is_no_busy_loop_and_can_be_aborted(slow: tuple[Rig, Gated]) -> None:
+    rig, _ = slow
+    events = rig.engine.submit(rig.request("held"))
+    pending = asyncio.ensure_future(anext(events))
+    await rig.until(lambda: "held" in rig.trace)
+    seen = len(rig.trace)
+    await asyncio.sleep(0.2)
+    assert len(rig.trace) - seen < 100  # a step waits for 5 ms
+    rig.engine.abort("held")
+    with pytest.raises(Cancelled):
+        await pending
+
+
+async def test_background_work_goes_on_while_the_only_query_waits(slow: tuple[Rig, Gated]) -> None:
+    rig, _ = slow
+    held = asyncio.ensure_future(anext(rig.engine.submit(rig.request("held"))))
+    await rig.until(lambda: "held" in rig.trace)
+    unknown = Chunk("f" * 64, rig.bench.suffix)
+    waits = asyncio.ensure_future(anext(rig.engine.submit(rig.encode_request("waits"))))
+    async with asyncio.timeout(20):
+        encoded = await collect(rig.engine.submit(EncodeRequest("computes", (unknown,))))
+    assert encoded == [Encoded("computed")]
+    held.cancel()
+    waits.cancel()
+
+
+def test_time_that_others_take_between_the_steps_counts_as_queueing(rig: Rig) -> None:
+    """Else the controller would learn that the device is slow."""
+    source = ChunkSource(rig.store, rig._encode)
+    start, slept = time.perf_counter(), 0.0
+    for event in generate(rig.bench.model, source, rig.bench.prefixes, rig.request("a", max_tokens=1)):
+        if isinstance(event, Prefilled):
+            took = (time.perf_counter() - start) * 1000
+            assert event.timings["queue"] >= slept * 1000 > 0
+            assert event.prefill_ms <= took - slept * 1000
+        elif event is None:
+            time.sleep(0.005)
+            slept += 0.005
+
+
 async def test_a_failing_request_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     good = rig.request("good", max_tokens=3)
     bad = replace(rig.request("bad"), strategy=Broken())
@@ -256,9 +377,32 @@ async def test_a_dead_device_thread_leaves_nobody_waiting(rig: Rig, monkeypatch:
         rig.engine.submit(rig.request("late"))
 
 
+def test_an_event_loop_that_closes_meanwhile_ends_its_own_streams_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin() -> AsyncGenerator[Event]:
+        events = rig.engine.submit(rig.request("left", max_tokens=50))
+        await anext(events)
+        return events
+
+    loop = asyncio.new_event_loop()
+    events = loop.run_until_complete(begin())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "is_closed", lambda: False)  # as whoever asked a moment ago was told
+        loop.close()
+        asyncio.run(rig.idle())
+    assert rig.engine.stats().alive
+
+    async def again() -> list[Event]:
+        return await collect(rig.engine.submit(rig.request("next", max_tokens=3)))
+
+    assert len(asyncio.run(again())) == 5
+    del events
+
+
 class Broken(Full):
     def prefill(self, prefill: Prefill) -> Steps:
-        yield
+        yield None
         raise ZeroDivisionError
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cache_store.base import Chunk
 from engine.base import Finished, Prefilled, Token
+from engine.encode import PrefixCache
 from engine.generate import generate
 from engine.strategies import SERVED, STRATEGIES, make_strategy
 from engine.strategies.auto import Auto
@@ -295,6 +296,28 @@ def test_the_prefix_cache_keeps_its_budget(llama: Bench) -> None:
     assert prefill.usage.recomputed_tokens == 257
 
 
+def test_short_prompts_keep_a_budget_too_and_the_system_prefix_stays(llama: Bench) -> None:
+    """Ever more chunks of one line, each with its glue: what Stage I needs of them is not kept for all."""
+    token = llama.model.layout.layers * llama.model.layout.layer_bytes(1)
+    prefixes = llama.prefixes = PrefixCache(llama.model, short_bytes=200 * token)
+    system = run(prefixes.exact(llama.prefix))
+    for count in (10, 20, 30, 40, 150, 12):
+        llama.parts = Bench(llama.model, lengths=(1,) * count).parts
+        prefill = llama.prefill("prophetkv")
+        llama.run(prefill)
+        assert run(prefixes.exact(llama.prefix)) is system
+        held = sum(kept.nbytes for kept in prefixes._system.values())
+        assert held <= 200 * token or len(prefixes._system) == 2
+    assert {len(ids) for ids in prefixes._system} == {9, 9 + 3 * 12}  # 459 tokens, for a moment, left room to none
+
+
+def test_a_prompt_that_overflows_is_not_kept(llama: Bench) -> None:
+    llama.model._module.lm_head.weight[5, 3] = float("nan")
+    with pytest.raises(NumericalFault, match="NaN or infinite logits"):
+        _events(llama, "prefix")
+    assert not llama.prefixes._prompts
+
+
 # Counters
 
 
@@ -324,6 +347,12 @@ def test_what_was_done_is_counted(llama: Bench) -> None:
     assert prefill.usage.bytes_copied == prefill.usage.bytes_loaded == 257 * 3 * llama.model.layout.layer_bytes(1)
     full_work = llama.model.full_work(prompt)
     assert (full_work.rows, full_work.kv_rows, full_work.pairs) == work("full")
+    # Of the tiny Llama: Q and O 64 x 64, K and V 64 x 32, three matrices 64 x 128, two norms; 4 heads of 16. Each pair
+    # is multiplied with K and with V, and once more with K where Stage I sums by column.
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert prefill.usage.work.scored == 3 * suffix_pairs
+    operations = 2 * (layer * rows + 2 * 64 * 32 * kv_rows) + 2 * 4 * 16 * (2 * found + 3 * suffix_pairs)
+    assert llama.model.flops(prefill.usage.work) == operations
 
 
 # Options and faults

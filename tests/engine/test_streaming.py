@@ -45,6 +45,9 @@ class _Held:
     def buffer(self, nbytes: int) -> Tensor:
         return self._landing.buffer(nbytes)
 
+    def moving(self) -> None:
+        self._landing.moving()
+
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         if self._orders is not None:
             order = self._orders.get(timeout=5)
@@ -56,11 +59,11 @@ class _Held:
 class Stored:
     """A prompt whose chunks lie on a dripping disk, and what its prefill is without any fault."""
 
-    def __init__(self, bench: Bench, folder: Path, codec: str = "raw") -> None:
+    def __init__(self, bench: Bench, folder: Path, codec: str = "raw", patience: float = 60.0) -> None:
         self.bench = bench
         self.layout = bench.model.layout
         self.disk = Drip(folder, KVLayout(3, self.layout.kv_heads, self.layout.head_dim, torch.float32, codec))
-        self.store = TieredStore([MemoryStore(0), self.disk])
+        self.store = TieredStore([MemoryStore(0), self.disk], patience={"disk": patience})
         encode = partial(encode_chunk, bench.model, bench.prefixes, bench.prefix, codec=codec)
         self.source = ChunkSource(self.store, encode)
 
@@ -150,6 +153,21 @@ def test_a_tier_that_fails_after_any_layer_changes_nothing(stored: Stored, failu
     assert stored.store.room.taken == 0
     stored.disk.orders = {}
     assert torch.equal(stored.logits()[0], expected)
+    stored.store.close()
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_tier_that_hangs_after_any_layer_changes_nothing(llama: Bench, tmp_path: Path, good: int) -> None:
+    llama.parts = llama.parts[2:4]
+    stored = Stored(llama, tmp_path, patience=0.5)
+    expected, _ = stored.logits()
+    stored.order(["layer"] * good, ["layer"] * 3)
+    logits, prefill = stored.logits()
+    assert torch.equal(logits, expected)
+    assert (prefill.usage.hits["computed"], prefill.usage.hits["disk"]) == (1, 1)
+    assert prefill.usage.faults == ["disk tier: no byte in 0.5 s"]
+    assert stored.store.room.taken == 0
+    stored.add(["layer"] * (3 - good), [])
     stored.store.close()
 
 
