@@ -12,6 +12,9 @@ from torch import Tensor
 from cache_store.base import Chunk, ChunkKV
 
 
+_LOOK_SECONDS = 0.05  # what one look at a silent read counts at most
+
+
 class Room:
     """At most `limit` bytes at a time, one larger piece excepted when nothing else is there. Thread-safe."""
 
@@ -53,7 +56,8 @@ class Fetch:
         self.given_up = False
         self._watch = watch
         self._patience: float | None = None
-        self._since: float | None = None  # when the tier that reads gave the last byte; None while it need not
+        self._looked: float | None = None  # when the tier that reads gave a byte or was found silent; None: it need not
+        self._silent = 0.0  # seconds that were waited since its last byte
         self._room = room
         self._pinned = pinned
         self._held = 0
@@ -66,9 +70,8 @@ class Fetch:
         self.rest()  # that others take the room is not the tier's fault
         self._room.take(nbytes)
         memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-        with self._changed:
-            self._held = nbytes
-            self._since = time.monotonic()
+        self._held = nbytes
+        self.moving()
         return memory
 
     def begin(self, tier: str, patience: float | None) -> None:
@@ -76,22 +79,22 @@ class Fetch:
         with self._changed:
             if not self.over:
                 self.tier = tier
-            self._patience, self._since = patience, time.monotonic()
+            self._patience, self._looked, self._silent = patience, time.monotonic(), 0.0
 
     def rest(self) -> None:
         """No tier reads now."""
         with self._changed:
-            self._since = None
+            self._looked = None
 
     def moving(self) -> None:
         """See Landing."""
         with self._changed:
-            self._since = time.monotonic()
+            self._looked, self._silent = time.monotonic(), 0.0
 
     def arrived(self, kv: ChunkKV, layers: int) -> None:
         """See Landing."""
+        self.moving()
         with self._changed:
-            self._since = time.monotonic()
             # Fewer are there when a tier has taken over that is not as far as the one that failed.
             if layers > self._layers and not self.over:
                 self.kv, self._layers = kv, layers
@@ -120,9 +123,13 @@ class Fetch:
         The reader may go on. Its room is given back, or the reads that hang would leave none to the others.
         """
         with self._changed:
-            if self.over or self._patience is None or self._since is None:
+            if self.over or self._patience is None or self._looked is None:
                 return False
-            if time.monotonic() - self._since < self._patience:
+            now = time.monotonic()
+            # A process that was busy or stopped for long has not waited so long: its readers had no turn either.
+            self._silent += min(now - self._looked, _LOOK_SECONDS)
+            self._looked = now
+            if self._silent < self._patience:
                 return False
             self.failed(f"{self.tier} tier: no byte in {self._patience:g} s")
             self.settle(None, None, self.faults)
