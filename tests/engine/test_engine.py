@@ -145,8 +145,7 @@ async def test_the_second_client_of_a_chunk_drives_the_same_computation(rig: Rig
 
 
 async def test_an_aborted_leader_does_not_fail_its_followers(rig: Rig) -> None:
-    leader = rig.engine.submit(rig.encode_request("leader"))
-    pending = asyncio.ensure_future(anext(leader))
+    pending = asyncio.create_task(collect(rig.engine.submit(rig.encode_request("leader"))))
     await rig.until(lambda: "leader" in rig.trace)
     follower = asyncio.create_task(collect(rig.engine.submit(rig.request("follower", max_tokens=1))))
     rig.engine.abort("leader")
