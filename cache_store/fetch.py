@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cache_store.base import Chunk, ChunkKV
 
-
 _LOOK_SECONDS = 0.05  # what one look at a silent read counts at most
 
 

@@ -435,8 +435,11 @@ def test_patience_counts_from_the_last_byte_and_only_while_a_tier_reads(monkeypa
     fetch = Fetch(chunk_of(1), room, pinned=False)
 
     def given_up_after(seconds: float) -> bool:
-        now[0] += seconds
-        return fetch.give_up()
+        for _ in range(round(seconds * 100)):
+            now[0] += 0.01
+            if fetch.give_up():
+                return True
+        return False
 
     assert not given_up_after(10)  # its turn has not come
     fetch.begin("redis", None)
@@ -446,15 +449,19 @@ def test_patience_counts_from_the_last_byte_and_only_while_a_tier_reads(monkeypa
     for step in steps:
         assert not given_up_after(0.2)
         step()
+    now[0] += 10  # nobody had a turn
+    assert not fetch.give_up()
+    fetch.moving()
+    assert not given_up_after(0.2)
     other = Fetch(chunk_of(2), room, pinned=False)
     other.begin("disk", 0.25)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.buffer, 80)
-        while other._since is not None:
+        while other._looked is not None:
             time.sleep(0.001)
         now[0] += 0.2
         assert not other.give_up()
-        assert given_up_after(0.1)
+        assert given_up_after(0.06)
         assert (fetch.over, fetch.kv, fetch.faults) == (True, None, ("disk tier: no byte in 0.25 s",))
         waiting.result(10)  # the room is free again
     fetch.arrived(kv_of(1), 2)
