@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_timing import Clock, median_ms
+from cache_store.codec import CODECS, Codec, Shape
 from engine.attention import QueryRows, attend
 from engine.kernels.attend import attend_rows
 from engine.kernels.column_sums import column_sums
@@ -114,17 +115,14 @@ class _Bench:
         yield self._rows_case("attend_rows, Stage I", asking, asked)
         yield self._rows_case("attend_rows, one row", asking[:, :, -1:], asked[-1:])
         yield self._sums_case(asking, asked)
-        yield self._place_case("place", None)
-        yield self._place_case("place, int8", (self._uniform(size.head_dim), self._uniform(size.chunk)))
+        for codec in CODECS.values():
+            yield self._place_case(codec)
         yield self._decode_case()
         yield self._masked_case(query, selected)
         yield self._flex_case(query, selected)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=_DTYPE, device=self._device)
-
-    def _uniform(self, count: int) -> Tensor:
-        return torch.rand(self._size.kv_heads, count, device=self._device)
 
     def _queries(self, rows: int) -> Tensor:
         return self._normal(1, rows, self._size.heads, self._size.head_dim).transpose(1, 2)
@@ -174,31 +172,29 @@ class _Bench:
         flops = 2.0 * size.heads * size.head_dim * len(positions) * keys
         return Case("column_sums", run, error, 1e-3, flops, float(self._slots[0, 0].nbytes))
 
-    def _place_case(self, name: str, scales: tuple[Tensor, Tensor] | None) -> Case:
+    def _place_case(self, codec: Codec) -> Case:
         size = self._size
-        stored = self._normal(_LAYERS, 2, size.kv_heads, size.chunk, size.head_dim)
-        target, written = torch.empty_like(self._slots), stored[0].nbytes
-        if scales is not None:
-            stored = (stored * 40).clamp(-127, 127).to(torch.int8)
+        shape = Shape(size.kv_heads, size.chunk, size.head_dim)
+        blocks = [codec.encode(self._normal(2, *shape)) for _ in range(_LAYERS)]
+        stored = [codec.unpack(block, shape, _DTYPE) for block in blocks]
+        target = torch.empty_like(self._slots)
         positions = torch.arange(size.keys - size.chunk, size.keys, device=self._device)
         inv_freq = 500000.0 ** -(torch.arange(size.head_dim // 2, device=self._device) / (size.head_dim // 2))
 
         def run(layer: int) -> None:
-            (key, value), (keys, values) = stored[layer], target[layer]
-            place(key, value, positions, inv_freq, keys, values, scales)
+            place(stored[layer], positions, inv_freq, *target[layer])
 
         def error() -> float:
             run(0)
-            key, value = stored[0].double()
-            if scales is not None:
-                key, value = key * scales[0][:, None], value * scales[1][..., None]
+            key, value = codec.decode(blocks[0], shape, _DTYPE).double()
             angle = (positions[:, None].float() * inv_freq).double()
             low, high = key.chunk(2, dim=-1)
             cos, sin = angle.cos(), angle.sin()
             turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
             return _error(target[0][:, :, positions], torch.stack((turned, value)))
 
-        return Case(name, run, error, nbytes=float(stored[0].nbytes + written))
+        written = 2 * shape.numel * _DTYPE.itemsize
+        return Case(f"place, {codec.name}", run, error, nbytes=float(blocks[0].nbytes + written))
 
     def _decode_case(self) -> Case:
         size = self._size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_GROUP = 32  # elements that share a scale and a minimum in int4
+GROUP = 32  # elements that share a scale and a minimum in int4
 _FP16_MAX = 65504.0
 
 
@@ -213,7 +213,7 @@ class Int4(Codec):
         assert v_mins is not None
         out = torch.stack((_steps(k), _steps(v)))
         for values, scales, mins, dim in ((out[0], k_scales, k_mins, 1), (out[1], v_scales, v_mins, 2)):
-            spread = [part.float().repeat_interleave(_GROUP, dim) for part in (scales, mins)]
+            spread = [part.float().repeat_interleave(GROUP, dim) for part in (scales, mins)]
             scale, least = (part.narrow(dim, 0, values.shape[dim]) for part in spread)
             values.mul_(scale).add_(least)
         return out
@@ -226,14 +226,14 @@ class Int4(Codec):
 
 
 def _groups(count: int) -> int:
-    return -(-count // _GROUP)
+    return -(-count // GROUP)
 
 
 def _quantised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 0..15 [..., n], and fp16 scales and minima [..., groups], of groups along the last dimension."""
     count = values.shape[-1]
-    padded = functional.pad(values, (0, -count % _GROUP), mode="replicate")
-    grouped = padded.view(*padded.shape[:-1], -1, _GROUP)
+    padded = functional.pad(values, (0, -count % GROUP), mode="replicate")
+    grouped = padded.view(*padded.shape[:-1], -1, GROUP)
     mins = grouped.amin(-1).half()
     scales = ((grouped.amax(-1) - mins.float()) / 15).clamp(0, _FP16_MAX).half()
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).float()

@@ -66,21 +66,14 @@ def place_compiled(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tens
 def place_on_gpu(kv: ChunkKV, layer: int, positions: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor) -> None:
     """Writes one layer of a chunk into the slots `keys` and `values`, [kv_heads, capacity, head_dim], at `positions`.
 
-    By a Triton kernel, behind a copy to the device unless the chunk is there already. int8 travels as it is; fp8 and
-    int4 are dequantised on the device first. positions: int64 [tokens], frequencies: see Model.frequencies.
+    By a Triton kernel, behind a copy to the device, as stored, unless the chunk is there already. positions: int64
+    [tokens], frequencies: see Model.frequencies.
     """
     from engine.kernels.place import place as launch  # here, for a CPU build of torch does not bring triton
 
     block = kv.blocks[layer].to(keys.device, non_blocking=True)
-    codec = CODECS[kv.layout.codec]
-    if kv.layout.codec == "int8":
-        packed = codec.unpack(block, kv.shape, kv.layout.dtype)
-        assert packed.k_scales is not None
-        assert packed.v_scales is not None
-        launch(packed.k, packed.v, positions, frequencies, keys, values, (packed.k_scales, packed.v_scales))
-    else:
-        k, v = codec.decode(block, kv.shape, kv.layout.dtype)
-        launch(k, v, positions, frequencies, keys, values)
+    packed = CODECS[kv.layout.codec].unpack(block, kv.shape, kv.layout.dtype)
+    launch(packed, positions, frequencies, keys, values)
 
 
 def turned(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

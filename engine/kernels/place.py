@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_store.codec import GROUP, Packed
 from engine.kernels.common import jit
 
 _TILE_TOKENS = 16
+_GROUP = tl.constexpr(GROUP)
+
+# What is stored, by its dtype; any other is floating point as it is.
+_STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
+
+
+@jit
+def _from_fp8(bits: tl.tensor) -> tl.tensor:
+    """The fp32 that the bits of a float8 e4m3 stand for; in integers, for not every GPU converts them itself."""
+    magnitude = bits & 127
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    number = tl.where(magnitude == 127, float("nan"), number)
+    return tl.where(bits > 127, -number, number)
+
+
+@jit
+def _elements(
+    at: tl.tensor,
+    scales: tl.tensor,
+    mins: tl.tensor,
+    head: tl.tensor,
+    token: tl.tensor,
+    dim: tl.tensor,
+    live: tl.tensor,
+    real: tl.tensor,
+    tokens: tl.tensor,
+    STORED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """fp32 [tokens, dims] of K (scales by channel) or V (by token) as stored in the rows at `at` [tokens, 1].
+
+    token, live [tokens, 1]; dim, real [1, dims]. See cache_store.codec for where a codec keeps its scales.
+    """
+    exists = live & real
+    if STORED == "int4":
+        bits = tl.load(at + dim // 2, mask=exists, other=0).to(tl.int32)
+        if BY_TOKEN:
+            group = (head * tokens + token) * tl.cdiv(HEAD_DIM, _GROUP) + dim // _GROUP
+        else:
+            group = (head * tl.cdiv(tokens, _GROUP) + token // _GROUP) * HEAD_DIM + dim
+        scale = tl.load(scales + group, mask=exists, other=0.0).to(tl.float32)
+        least = tl.load(mins + group, mask=exists, other=0.0).to(tl.float32)
+        return ((bits >> (dim % 2 * 4)) & 15).to(tl.float32) * scale + least
+    elements = tl.load(at + dim, mask=exists, other=0)
+    if STORED == "floating":
+        return elements.to(tl.float32)
+    numbers = _from_fp8(elements.to(tl.int32)) if STORED == "fp8" else elements.to(tl.float32)
+    if BY_TOKEN:
+        return numbers * tl.load(scales + head * tokens + token, mask=live, other=0.0)
+    return numbers * tl.load(scales + head * HEAD_DIM + dim, mask=real, other=0.0)
 
 
 @jit(do_not_specialize=["tokens"])
@@ -17,6 +71,8 @@ def _place_kernel(
     value: tl.tensor,
     key_scales: tl.tensor,
     value_scales: tl.tensor,
+    key_mins: tl.tensor,
+    value_mins: tl.tensor,
     positions: tl.tensor,
     inv_freq: tl.tensor,
     key_slots: tl.tensor,
@@ -30,7 +86,7 @@ def _place_kernel(
     key_slot: tl.tensor,
     value_slots_head: tl.tensor,
     value_slot: tl.tensor,
-    SCALED: tl.constexpr,
+    STORED: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -38,71 +94,55 @@ def _place_kernel(
     TILE_TOKENS: tl.constexpr,
 ) -> None:
     head = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    token = (tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
     live = token < tokens
     position = tl.load(positions + token, mask=live, other=0)
-    dim = tl.arange(0, PADDED_DIM)
-    half = tl.arange(0, PADDED_HALF)
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    half = tl.arange(0, PADDED_HALF)[None, :]
+    turns = half < HALF
 
-    turning = live[:, None] & (half < HALF)[None, :]
-    at = key + head * key_head + token[:, None] * key_token
-    low = tl.load(at + half[None, :], mask=turning, other=0).to(tl.float32)
-    high = tl.load(at + HALF + half[None, :], mask=turning, other=0).to(tl.float32)
-    if SCALED:
-        scales = key_scales + head * HEAD_DIM + half
-        low *= tl.load(scales, mask=half < HALF, other=0.0)[None, :]
-        high *= tl.load(scales + HALF, mask=half < HALF, other=0.0)[None, :]
-    frequency = tl.load(inv_freq + half, mask=half < HALF, other=0.0)
-    angle = position.to(tl.float32)[:, None] * frequency[None, :]
+    at = key + head * key_head + token * key_token
+    low = _elements(at, key_scales, key_mins, head, token, half, live, turns, tokens, STORED, False, HEAD_DIM)
+    high = _elements(at, key_scales, key_mins, head, token, half + HALF, live, turns, tokens, STORED, False, HEAD_DIM)
+    angle = position.to(tl.float32) * tl.load(inv_freq + half, mask=turns, other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    to = key_slots + head * key_slots_head + position.to(tl.int64)[:, None] * key_slot
+    to = key_slots + head * key_slots_head + position.to(tl.int64) * key_slot
     kind = key_slots.dtype.element_ty
-    tl.store(to + half[None, :], (low * cos - high * sin).to(kind), mask=turning)
-    tl.store(to + HALF + half[None, :], (high * cos + low * sin).to(kind), mask=turning)
+    tl.store(to + half, (low * cos - high * sin).to(kind), mask=live & turns)
+    tl.store(to + HALF + half, (high * cos + low * sin).to(kind), mask=live & turns)
     if 2 * HALF < HEAD_DIM:  # partial rotary: the rest has no angle
         unturned = (dim >= 2 * HALF) & (dim < HEAD_DIM)
-        rest = tl.load(at + dim[None, :], mask=live[:, None] & unturned[None, :], other=0).to(tl.float32)
-        if SCALED:
-            rest *= tl.load(key_scales + head * HEAD_DIM + dim, mask=unturned, other=0.0)[None, :]
-        tl.store(to + dim[None, :], rest.to(kind), mask=live[:, None] & unturned[None, :])
+        rest = _elements(at, key_scales, key_mins, head, token, dim, live, unturned, tokens, STORED, False, HEAD_DIM)
+        tl.store(to + dim, rest.to(kind), mask=live & unturned)
 
-    exists = live[:, None] & (dim < HEAD_DIM)[None, :]
-    values = tl.load(value + head * value_head + token[:, None] * value_token + dim[None, :], mask=exists, other=0)
-    values = values.to(tl.float32)
-    if SCALED:
-        values *= tl.load(value_scales + head * tokens + token, mask=live, other=0.0)[:, None]
-    to = value_slots + head * value_slots_head + position.to(tl.int64)[:, None] * value_slot + dim[None, :]
-    tl.store(to, values.to(value_slots.dtype.element_ty), mask=exists)
+    at = value + head * value_head + token * value_token
+    real = dim < HEAD_DIM
+    values = _elements(at, value_scales, value_mins, head, token, dim, live, real, tokens, STORED, True, HEAD_DIM)
+    to = value_slots + head * value_slots_head + position.to(tl.int64) * value_slot
+    tl.store(to + dim, values.to(value_slots.dtype.element_ty), mask=live & real)
 
 
-def place(
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    key_slots: Tensor,
-    value_slots: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def place(packed: Packed, positions: Tensor, inv_freq: Tensor, key_slots: Tensor, value_slots: Tensor) -> None:
     """Writes one layer of a chunk's stored K and V into the slots at `positions`.
 
-    key, value [kv_heads, tokens, head_dim] as stored, K at angle 0: floating point, or int8 with `scales`: K's per
-    channel, fp32 [kv_heads, head_dim], and V's per token, fp32 [kv_heads, tokens], both contiguous. positions int32 or
-    int64 [tokens]. K is turned in fp32 as engine.model.Model.rotation does, by inv_freq fp32 [at most head_dim / 2].
-    key_slots, value_slots [kv_heads, capacity, head_dim] of any floating dtype. Strides are free but 1 in the last
-    dimension.
+    packed: K at angle 0 and V, as any codec unpacks them; its k and v [kv_heads, tokens, ...] are of free strides but 1
+    in the last dimension, scales and minima contiguous. positions int32 or int64 [tokens]. K is turned in fp32 as
+    engine.model.Model.rotation does, by inv_freq fp32 [at most head_dim / 2]. key_slots, value_slots
+    [kv_heads, capacity, head_dim] of any floating dtype, 1 in the last stride.
     """
-    kv_heads, tokens, head_dim = key.shape
-    half = inv_freq.shape[0]
+    key, value, *spread = packed
+    kv_heads, tokens, _ = key.shape
+    head_dim, half = key_slots.shape[-1], inv_freq.shape[0]
     assert key.stride(-1) == value.stride(-1) == key_slots.stride(-1) == value_slots.stride(-1) == 1
-    key_scales, value_scales = scales or (inv_freq, inv_freq)  # unused then
-    assert key_scales.is_contiguous()
-    assert value_scales.is_contiguous()
+    stored = _STORED.get(key.dtype, "floating")
+    if stored == "fp8":
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
+    parts = [inv_freq if part is None else part for part in spread]  # what a codec has not is not read
+    assert all(part.is_contiguous() for part in parts)
     _place_kernel[(kv_heads, triton.cdiv(tokens, _TILE_TOKENS))](
         key,
         value,
-        key_scales,
-        value_scales,
+        *parts,
         positions,
         inv_freq,
         key_slots,
@@ -112,7 +152,7 @@ def place(
         *value.stride()[:2],
         *key_slots.stride()[:2],
         *value_slots.stride()[:2],
-        SCALED=scales is not None,
+        STORED=stored,
         HALF=half,
         PADDED_HALF=triton.next_power_of_2(half),
         HEAD_DIM=head_dim,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_check import main
+from cache_store.codec import CODECS
 from engine.strategies import SERVED
 
 
@@ -21,7 +22,9 @@ def measure(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_everything_is_measured(tmp_path: Path) -> None:
     result = measure(tmp_path)
     assert {kernel.get("verdict", "good") for kernel in result["kernels"]} == {"good"}
-    assert {"column_sums", "place", "paged decode"} < {kernel["kernel"] for kernel in result["kernels"]}
+    assert {"column_sums", *(f"place, {codec}" for codec in CODECS), "paged decode"} < {
+        kernel["kernel"] for kernel in result["kernels"]
+    }
     runs = result["prefill"]["tiny"]
     assert {run["name"] for run in runs} == {"plain", *SERVED} - {"auto"}
     assert {run["tokens"] for run in runs} == {64, 128}

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from cache_store.codec import CODECS, Packed, Shape
 from engine.kernels.attend import attend_rows
 from engine.kernels.column_sums import column_sums
 from engine.kernels.decode import decode
@@ -51,16 +52,18 @@ def main() -> None:
     rows, inv_freq = torch.arange(512), torch.ones(64)
     out, lse = attend_rows(query, slots[:1], slots[1:], rows, 0.1)
     column_sums(query, slots[:1], lse, rows, 0.1, torch.zeros(8, 512))
-    place(slots[0, :, :512], slots[1, :, :512], rows, inv_freq, slots[0], slots[1])
+    for codec in CODECS.values():
+        shape = Shape(8, 512, 128)
+        packed = codec.unpack(codec.encode(torch.zeros(2, *shape, dtype=torch.bfloat16)), shape, torch.bfloat16)
+        place(packed, rows, inv_freq, slots[0], slots[1])
     pages = slots[0].view(-1, 256, 8, 128)
     decode(out[0, :, :1].transpose(0, 1), pages, pages, torch.zeros(1, 4).int(), torch.ones(1).int(), 0.1)
-    # Windows and soft caps as in Gemma 2, few rows, a narrow head, int8.
+    # Windows and soft caps as in Gemma 2, few rows, a narrow head; partial rotary.
     slots = torch.zeros(2, 4, 4096, 80, dtype=torch.float16)
     query, rows = torch.zeros(1, 8, 5, 80, dtype=torch.float16), torch.arange(5)
     _, lse = attend_rows(query, slots[:1], slots[1:], rows, 0.1, window=512, softcap=50.0)
     column_sums(query, slots[:1], lse, rows, 0.1, torch.zeros(4, 5), window=512, softcap=50.0)
-    stored, scales = torch.zeros(2, 4, 512, 80, dtype=torch.int8), (torch.zeros(4, 80), torch.zeros(4, 512))
-    place(stored[0], stored[1], torch.arange(512), inv_freq[:32], slots[0], slots[1], scales)
+    place(Packed(slots[0, :, :512], slots[1, :, :512]), torch.arange(512), inv_freq[:32], slots[0], slots[1])
     print(json.dumps(made))
 
 

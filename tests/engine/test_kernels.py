@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_store.base import ChunkKV
-from cache_store.codec import CODECS, Shape
+from cache_store.codec import CODECS, Packed, Shape
 from engine.attention import QueryRows, attend
 from engine.forward import ForwardPass
 from engine.kernels import cuda
@@ -254,20 +254,16 @@ def turned(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("head_dim", "half"), [(16, 8), (80, 40), (96, 16)], ids=["plain", "odd width", "partial"])
-def test_place(head_dim: int, half: int, scaled: bool) -> None:
-    stored_key, stored_value = (normal(2, 21, head_dim, seed=seed) for seed in (3, 4))
-    scales = None
-    key, value = stored_key, stored_value
-    if scaled:
-        stored_key, stored_value = ((part * 40).round().clamp(-127, 127).to(torch.int8) for part in (key, value))
-        scales = normal(2, head_dim, seed=5).abs(), normal(2, 21, seed=6).abs()
-        key, value = stored_key * scales[0][:, None].double(), stored_value * scales[1][..., None].double()
-    positions = drawn(21, 5000, seed=7)
+def test_place(head_dim: int, half: int, codec: str) -> None:
+    shape = Shape(kv_heads=2, tokens=45, head_dim=head_dim)
+    stored = CODECS[codec].encode(normal(2, *shape, seed=3) * 8)
+    key, value = CODECS[codec].decode(stored, shape, torch.float32)
+    positions = drawn(45, 5000, seed=7)
     inv_freq = 10000.0 ** -(torch.arange(half, device=DEVICE) / half)
     slots = torch.full((3, 2, 2, 5000, head_dim), 7.0, device=DEVICE)[1]
-    place(stored_key, stored_value, positions, inv_freq, slots[0], slots[1], scales)
+    place(CODECS[codec].unpack(stored, shape, torch.float32), positions, inv_freq, slots[0], slots[1])
     assert error(slots[0][:, positions], turned(key, positions, inv_freq)) < 1e-6
     assert error(slots[1][:, positions], value.double()) < 1e-6
     others = torch.ones(5000, dtype=torch.bool, device=DEVICE)
@@ -279,9 +275,17 @@ def test_place_rounds_to_the_slots_dtype_once() -> None:
     key, value = (normal(1, 5, 16, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
     positions, inv_freq = torch.arange(5, device=DEVICE), torch.full((8,), 0.5, device=DEVICE)
     slots = torch.empty(2, 1, 5, 16, dtype=torch.bfloat16, device=DEVICE)
-    place(key, value, positions, inv_freq, slots[0], slots[1])
+    place(Packed(key, value), positions, inv_freq, slots[0], slots[1])
     assert error(slots[0], turned(key, positions, inv_freq)) < BOUNDS[torch.bfloat16]
     assert torch.equal(slots[1], value)
+
+
+def test_place_takes_every_float8_for_what_it_is() -> None:
+    stored = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16).view(torch.float8_e4m3fn)
+    ones = torch.ones(1, 16, device=DEVICE)
+    slots = torch.empty(2, 1, 16, 16, device=DEVICE)
+    place(Packed(stored, stored, ones, ones), torch.arange(16, device=DEVICE), ones[0, :8] * 0, slots[0], slots[1])
+    torch.testing.assert_close(slots[1], stored.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
