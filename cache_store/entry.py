@@ -184,7 +184,8 @@ def _digests(header: memoryview, layers: int) -> list[bytes]:
     """The blocks' checksums in a header whose own checksum is checked here."""
     if header[-_DIGEST:] != xxhash.xxh3_128_digest(header[:-_DIGEST]):
         raise CorruptEntry("header checksum")
-    return [bytes(header[_FIXED.size + _DIGEST * layer :][:_DIGEST]) for layer in range(layers)]
+    told = bytes(header[_FIXED.size :])
+    return [told[at : at + _DIGEST] for at in range(0, _DIGEST * layers, _DIGEST)]
 
 
 def _view(memory: Tensor) -> memoryview:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cache_store.base import Chunk, ChunkKV
+from cache_store.base import Chunk, ChunkKV, host_memory
 
 _LOOK_SECONDS = 0.05  # what one look at a silent read counts at most
 
@@ -60,6 +60,7 @@ class Fetch:
         self._room = room
         self._pinned = pinned
         self._held = 0
+        self._turns = 1  # who is to drop what was read before the room is free: the reader, and those who wait
         self._layers = 0
         self._changed = threading.Condition()
 
@@ -68,7 +69,7 @@ class Fetch:
         self._release()
         self.rest()  # that others take the room is not the tier's fault
         self._room.take(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if self._pinned else host_memory(nbytes)
         self._held = nbytes
         self.moving()
         return memory
@@ -107,7 +108,6 @@ class Fetch:
 
     def settle(self, kv: ChunkKV | None, tier: str | None, faults: tuple[str, ...]) -> None:
         """Ends the fetch, unless it was given up: nothing more will arrive."""
-        self._release()
         with self._changed:
             if self.over:
                 return
@@ -115,6 +115,16 @@ class Fetch:
             self._layers = kv.layout.layers if kv is not None else 0
             self.over = True
             self._changed.notify_all()
+        if kv is None:
+            self._release()
+
+    def end(self) -> None:
+        """The reader is done: it found nothing unless it has said otherwise, and holds nothing any more.
+
+        The room is free when those who wait have had their turn: else much would be read before they take any of it.
+        """
+        self.settle(None, None, self.faults)
+        self._leave()
 
     def give_up(self) -> bool:
         """Ends the fetch when the tier that reads has tried the patience; True when it did.
@@ -139,7 +149,17 @@ class Fetch:
         """True when the layer can be read or the fetch is over; waits for that up to `seconds`."""
         self._watch()
         with self._changed:
-            return self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
+            self._turns += 1
+            ready = self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
+        self._leave()
+        return ready
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._turns -= 1
+            last = self.over and not self._turns
+        if last:
+            self._release()
 
     def _release(self) -> None:
         with self._changed:

@@ -79,15 +79,17 @@ class TieredStore:
             if running is not None:
                 return running
             fetch = self._fetches[chunk.key] = Fetch(chunk, self.room, self._pinned, self._give_up_on_hung)
-        if not self._search(fetch, slice(0, 1)):
+        if self._search(fetch, slice(0, 1)):
+            fetch.end()
+        else:
             self._readers.submit(partial(self._go_on, weakref.ref(fetch)))
         return fetch
 
     def lookup(self, chunk: Chunk) -> Fetch:
         """Asks the tiers in order, here and now, and promotes a hit into the faster ones. The fetch is over."""
         fetch = Fetch(chunk, self.room, self._pinned)
-        if not self._search(fetch, slice(0, None)):
-            fetch.settle(None, None, fetch.faults)
+        self._search(fetch, slice(0, None))
+        fetch.end()
         return fetch
 
     def locate(self, chunk: Chunk) -> str | None:
@@ -199,7 +201,7 @@ class TieredStore:
             fetch.failed("kv reader: unexpected error")
             log.exception("kv reader: unexpected error, taken for a miss")
         finally:
-            fetch.settle(None, None, fetch.faults)  # if it is not over
+            fetch.end()
 
     def _ask(self, index: int, chunks: Sequence[Chunk]) -> list[bool]:
         """What a tier holds; in a thread of its own where asking may hang, for the device thread asks."""

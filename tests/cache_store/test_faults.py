@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -468,6 +469,26 @@ def test_patience_counts_from_the_last_byte_and_only_while_a_tier_reads(monkeypa
     fetch.arrived(kv_of(1), 2)
     fetch.settle(kv_of(1), "disk", ())
     assert (fetch.kv, fetch.tier) == (None, None)
+
+
+def test_an_entry_takes_room_until_who_waits_for_it_has_its_turn() -> None:
+    room = Room(80)
+    fetch = Fetch(chunk_of(1), room, pinned=False)
+    fetch.buffer(80)
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fetch.wait, 0, 30.0)
+        while fetch._turns < 2:
+            time.sleep(0.001)
+        try:
+            sys.setswitchinterval(30.0)  # this thread has the turn, until it waits
+            fetch.settle(kv_of(1), "disk", ())
+            fetch.end()
+            assert room.taken == 80
+        finally:
+            sys.setswitchinterval(interval)
+        assert waiting.result(30)
+    assert room.taken == 0
 
 
 def test_a_disk_shows_that_it_moves_within_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
