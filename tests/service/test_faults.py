@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Self
 
 import pytest
 import redis
@@ -89,6 +93,12 @@ def _ask_for_a_password(server: RedisServer, client: redis.Redis, keys: list[byt
     client.client_kill_filter(_type="normal", skipme=True)
 
 
+def _take_memory_away(server: RedisServer, client: redis.Redis, keys: list[bytes]) -> None:
+    client.config_set("maxmemory-policy", "allkeys-random")
+    client.config_set("maxmemory", "1mb")
+    wait_for(lambda: not client.dbsize())
+
+
 REWRITTEN = {
     "truncated": _rewritten(_truncated),
     "emptied": _rewritten(_emptied),
@@ -107,6 +117,7 @@ REDIS: dict[str, tuple[InRedis, str]] = {
     "evicted": (lambda server, client, keys: client.delete(*keys), "chunk_kv_misses"),
     "killed": (lambda server, client, keys: server.stop(), "chunk_kv_errors"),
     "stopped": (lambda server, client, keys: server.process.send_signal(signal.SIGSTOP), "chunk_kv_errors"),
+    "no memory left": (_take_memory_away, "chunk_kv_misses"),
     "a password": (_ask_for_a_password, "chunk_kv_errors"),
 }
 
@@ -160,4 +171,35 @@ def test_redis(make_server: MakeServer, own_redis: RedisServer, fault: str) -> N
         check(server, "redis", metric, lambda: harm(own_redis, client, list(client.scan_iter("*"))))
         if fault == "stopped":
             own_redis.process.send_signal(signal.SIGCONT)
+    server.stop()
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_a_day_off(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    server = make_server(memory_bytes=0).start()
+    put(server, "boats", boats(20))
+    with Client(server.url) as client:
+        text = ask(client, max_tokens=20, top_k=3)[2]
+    server.stop()
+
+    class Off(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + timedelta(days=days)
+
+    monkeypatch.setattr("retriever.schema.datetime", Off)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + days * 86400)
+    server.start()
+    for path in (server.data / "kv").rglob("*.kv"):
+        os.utime(path, (time.time(), time.time()))
+    with Client(server.url) as client:
+        for _ in range(2):
+            told, again = ask(client, max_tokens=20, top_k=3)[1:]
+            assert again == text
+            assert told["done"]["usage"]["chunk_hits"]["disk"] == 3
+        put(server, "others", boats(5).replace("boat", "ship"))
+        monkeypatch.undo()  # and back again
+        assert ask(client, max_tokens=20, top_k=3)[1]["done"]["usage"]["degraded"] == []
+        put(server, "more", boats(5).replace("boat", "raft"))
     server.stop()
