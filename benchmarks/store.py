@@ -29,7 +29,7 @@ import xxhash
 
 from benchmarks.report import conditions, paired_ratio, publish
 from cache_store import entry
-from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore
+from cache_store.base import Chunk, ChunkKV, KVLayout, KVStore, host_memory
 from cache_store.codec import CODECS
 from cache_store.disk import DiskStore
 from cache_store.memory import MemoryStore
@@ -114,7 +114,7 @@ def _disk(megabytes: float, folder: Path, plan: Plan) -> dict[str, Any]:
     size, steps = entry.entry_bytes(layout, tokens), _blocks(layout, tokens)
 
     def raw() -> None:
-        memory: Any = torch.empty(size, dtype=torch.uint8).numpy()
+        memory: Any = host_memory(size).numpy()
         view = memoryview(memory)
         with path.open("rb", buffering=0) as file:
             done = 0
@@ -147,7 +147,7 @@ def _redis_rates(megabytes: float, transport: str, url: str, plan: Plan) -> dict
     bare = _Bare(url)
 
     def raw() -> None:
-        memory: Any = torch.empty(size, dtype=torch.uint8).numpy()
+        memory: Any = host_memory(size).numpy()
         view = memoryview(memory)
         bare.get(chunk.key, view)
         _checked(view, steps)

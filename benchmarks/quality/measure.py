@@ -30,6 +30,8 @@ from errors import NumericalFault
 
 # The phases of a prefill that a user waits for.
 PHASES = ("load", "assemble", "stage1", "select", "stage2")
+_RECALLED = 2  # tokens that must have stood together before, for a guess at what follows
+_GUESSED = 6  # tokens that are guessed at a time
 _ROWS = 64  # distributions over the vocabulary that are compared at a time
 
 
@@ -146,20 +148,29 @@ class PromptRun:
         """The answer that begins with `begun`, whose K and V are in the slots, and goes on with the likeliest tokens.
 
         logits: fp32 [vocab], which choose the next. It ends with a token that ends text, at the published limit, or
-        when its score is settled.
+        when its score is settled. Answers copy much from the context and repeat themselves, so what followed the last
+        tokens before goes through the model with them, and counts as far as it is what the model says.
         """
         decode = text_decoder(self.model.tokenizer)
         answer, text = list(begun), "".join(map(decode, begun))
+        ids, rows = prefill.layout.ids.tolist() + answer, logits[None]
+        guessed: list[int] = []
         while True:
-            answer.append(int(logits.argmax()))
-            if answer[-1] in self.model.eos_ids or len(answer) == self.prompt.max_tokens:
-                return tuple(answer)
-            text += decode(answer[-1])
-            if self.prompt.settled(text):
-                return tuple(answer)
-            at = torch.tensor([len(prefill.layout) + len(answer) - 1])
-            run = ForwardPass(self.model, token_tensor(answer[-1:]), at, prefill.slots)
-            logits = _finite(run_steps(run.finish()))
+            for row, guess in zip(rows, [*guessed, None], strict=True):
+                token = int(row.argmax())
+                answer.append(token)
+                if token in self.model.eos_ids or len(answer) == self.prompt.max_tokens:
+                    return tuple(answer)
+                text += decode(token)
+                if self.prompt.settled(text):
+                    return tuple(answer)
+                ids.append(token)
+                if token != guess:
+                    break
+            guessed = what_followed(ids)[: self.prompt.max_tokens - len(answer) - 1]
+            at = torch.arange(len(ids) - 1, len(ids) + len(guessed))
+            run = ForwardPass(self.model, token_tensor([ids[-1], *guessed]), at, prefill.slots)
+            rows = _finite(run_steps(run.finish_all()))
 
     def _measured(
         self,
@@ -245,6 +256,15 @@ def forced_logits(model: Model, slots: Slots, position: int, logits: Tensor, tok
     at = torch.arange(position, position + len(tokens) - 1)
     rest = run_steps(ForwardPass(model, token_tensor(tokens[:-1]), at, slots).finish_all())
     return torch.cat((logits[None], _finite(rest)))
+
+
+def what_followed(ids: Sequence[int]) -> list[int]:
+    """The tokens that followed the last place where the last ones stood before; none if there is no such place."""
+    wanted = list(ids[-_RECALLED:])
+    for end in range(len(ids) - 1, _RECALLED - 1, -1):
+        if ids[end - 1] == wanted[-1] and list(ids[end - _RECALLED : end]) == wanted:
+            return list(ids[end : end + _GUESSED])
+    return []
 
 
 def divergence(reference: Tensor, logits: Tensor) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.quality.evaluator import Evaluator
-from benchmarks.quality.measure import PromptRun, divergence, surprise
+from benchmarks.quality.measure import PromptRun, divergence, surprise, what_followed
 from benchmarks.quality.methods import DEFAULT, Method
 from benchmarks.quality.prompts import Prompt
 from engine.base import Sampling, Token
@@ -157,3 +157,10 @@ def test_a_codec_is_part_of_a_run_and_shows_in_its_records(evaluator: Evaluator)
         found.append(run.measure(Method("naive")).kl)
     assert found[0] != found[1]
     assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_what_followed_the_last_tokens_before() -> None:
+    assert what_followed([1, 2, 3, 1, 2, 4, 5, 1, 2]) == [4, 5, 1, 2]
+    assert what_followed([7, 7, 7]) == [7]
+    assert what_followed([1, 2, *range(3, 20), 1, 2]) == [3, 4, 5, 6, 7, 8]
+    assert what_followed([1, 2, 3, 2]) == what_followed([1]) == []
