@@ -50,7 +50,8 @@ def plot_speed_up(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("context tokens")
     axes.set_ylabel("TTFT of full / TTFT of the method")
     axes.set_title(f"{result['model']} in {result['dtype']}, chunk KV in {result['tier']}")
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -69,8 +69,8 @@ class Fetch:
         self._release()
         self.rest()  # that others take the room is not the tier's fault
         self._room.take(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if self._pinned else host_memory(nbytes)
         self._held = nbytes
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if self._pinned else host_memory(nbytes)
         self.moving()
         return memory
 
@@ -115,13 +115,13 @@ class Fetch:
             self._layers = kv.layout.layers if kv is not None else 0
             self.over = True
             self._changed.notify_all()
-        if kv is None:
-            self._release()
+            if kv is None:
+                self._release()
 
     def end(self) -> None:
         """The reader is done: it found nothing unless it has said otherwise, and holds nothing any more.
 
-        The room is free when those who wait have had their turn: else much would be read before they take any of it.
+        The room is free when those who are in `wait` have had their turn: else much would be read before they take any.
         """
         self.settle(None, None, self.faults)
         self._leave()
@@ -150,16 +150,16 @@ class Fetch:
         self._watch()
         with self._changed:
             self._turns += 1
-            ready = self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
-        self._leave()
-        return ready
+            try:
+                return self._changed.wait_for(lambda: self.over or self._layers > layer, seconds)
+            finally:
+                self._leave()
 
     def _leave(self) -> None:
         with self._changed:
             self._turns -= 1
-            last = self.over and not self._turns
-        if last:
-            self._release()
+            if not self._turns:
+                self._release()
 
     def _release(self) -> None:
         with self._changed:

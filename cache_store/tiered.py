@@ -88,8 +88,10 @@ class TieredStore:
     def lookup(self, chunk: Chunk) -> Fetch:
         """Asks the tiers in order, here and now, and promotes a hit into the faster ones. The fetch is over."""
         fetch = Fetch(chunk, self.room, self._pinned)
-        self._search(fetch, slice(0, None))
-        fetch.end()
+        try:
+            self._search(fetch, slice(0, None))
+        finally:
+            fetch.end()
         return fetch
 
     def locate(self, chunk: Chunk) -> str | None:

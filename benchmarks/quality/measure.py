@@ -1,7 +1,8 @@
 """What methods do with one prompt: its chunks are encoded once, assembled once, and prefilled in full once.
 
 Every method works on a copy of the assembled slots. What a method answers is what it would generate token by token,
-but the tokens on which it agrees with full prefill go through the model at once, which differs by rounding alone.
+but the tokens on which it agrees with full prefill go through the model at once, and so do guesses at what follows,
+which differs by rounding alone.
 Times are wall milliseconds.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -157,7 +159,7 @@ class PromptRun:
         guessed: list[int] = []
         while True:
             for row, guess in zip(rows, [*guessed, None], strict=True):
-                token = int(row.argmax())
+                token = int(_finite(row).argmax())
                 answer.append(token)
                 if token in self.model.eos_ids or len(answer) == self.prompt.max_tokens:
                     return tuple(answer)
@@ -170,7 +172,7 @@ class PromptRun:
             guessed = what_followed(ids)[: self.prompt.max_tokens - len(answer) - 1]
             at = torch.arange(len(ids) - 1, len(ids) + len(guessed))
             run = ForwardPass(self.model, token_tensor([ids[-1], *guessed]), at, prefill.slots)
-            rows = _finite(run_steps(run.finish_all()))
+            rows = run_steps(run.finish_all())
 
     def _measured(
         self,
@@ -259,11 +261,11 @@ def forced_logits(model: Model, slots: Slots, position: int, logits: Tensor, tok
 
 
 def what_followed(ids: Sequence[int]) -> list[int]:
-    """The tokens that followed the last place where the last ones stood before; none if there is no such place."""
+    """The tokens that followed where the last ones stood together before, as if it went on; none if they never did."""
     wanted = list(ids[-_RECALLED:])
     for end in range(len(ids) - 1, _RECALLED - 1, -1):
         if ids[end - 1] == wanted[-1] and list(ids[end - _RECALLED : end]) == wanted:
-            return list(ids[end : end + _GUESSED])
+            return list(islice(cycle(ids[end:]), _GUESSED))
     return []
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.quality import measure
 from benchmarks.quality.evaluator import Evaluator
 from benchmarks.quality.measure import PromptRun, divergence, surprise, what_followed
 from benchmarks.quality.methods import DEFAULT, Method
@@ -159,8 +160,25 @@ def test_a_codec_is_part_of_a_run_and_shows_in_its_records(evaluator: Evaluator)
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
+@pytest.mark.parametrize("right", [0, 3, 6])
+def test_guesses_change_no_answer(run: PromptRun, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
+    monkeypatch.setattr(measure, "what_followed", lambda ids: [])
+    expected, prompt = run.full().answer, len(run.start(STRATEGIES["full"]()).layout)
+    passes = 0
+
+    def guess(ids: Sequence[int]) -> list[int]:
+        nonlocal passes
+        passes += 1
+        said = len(ids) - prompt
+        return [token if at < right else token + 1 for at, token in enumerate(expected[said : said + 6])]
+
+    monkeypatch.setattr(measure, "what_followed", guess)
+    assert run.full().answer == expected
+    assert passes == -(-11 // (right + 1))  # the first of the twelve tokens comes from the prefill
+
+
 def test_what_followed_the_last_tokens_before() -> None:
-    assert what_followed([1, 2, 3, 1, 2, 4, 5, 1, 2]) == [4, 5, 1, 2]
-    assert what_followed([7, 7, 7]) == [7]
+    assert what_followed([1, 2, 3, 1, 2, 4, 5, 1, 2]) == [4, 5, 1, 2, 4, 5]
+    assert what_followed([7, 7, 7]) == [7] * 6
     assert what_followed([1, 2, *range(3, 20), 1, 2]) == [3, 4, 5, 6, 7, 8]
     assert what_followed([1, 2, 3, 2]) == what_followed([1]) == []

@@ -10,11 +10,12 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from cache_store.codec import CODECS, Packed, Shape
+from cache_store.codec import CODECS, Codec, Packed, Shape
 from engine.kernels.attend import attend_rows
 from engine.kernels.column_sums import column_sums
 from engine.kernels.decode import decode
@@ -53,9 +54,7 @@ def main() -> None:
     out, lse = attend_rows(query, slots[:1], slots[1:], rows, 0.1)
     column_sums(query, slots[:1], lse, rows, 0.1, torch.zeros(8, 512))
     for codec in CODECS.values():
-        shape = Shape(8, 512, 128)
-        packed = codec.unpack(codec.encode(torch.zeros(2, *shape, dtype=torch.bfloat16)), shape, torch.bfloat16)
-        place(packed, rows, inv_freq, slots[0], slots[1])
+        place(_packed(codec, slots[:, :, :512]), rows, inv_freq, slots[0], slots[1])
     pages = slots[0].view(-1, 256, 8, 128)
     decode(out[0, :, :1].transpose(0, 1), pages, pages, torch.zeros(1, 4).int(), torch.ones(1).int(), 0.1)
     # Windows and soft caps as in Gemma 2, few rows, a narrow head; partial rotary.
@@ -63,8 +62,13 @@ def main() -> None:
     query, rows = torch.zeros(1, 8, 5, 80, dtype=torch.float16), torch.arange(5)
     _, lse = attend_rows(query, slots[:1], slots[1:], rows, 0.1, window=512, softcap=50.0)
     column_sums(query, slots[:1], lse, rows, 0.1, torch.zeros(4, 5), window=512, softcap=50.0)
-    place(Packed(slots[0, :, :512], slots[1, :, :512]), torch.arange(512), inv_freq[:32], slots[0], slots[1])
+    for codec in CODECS.values():
+        place(_packed(codec, slots[:, :, :500]), torch.arange(500), inv_freq[:32], slots[0], slots[1])
     print(json.dumps(made))
+
+
+def _packed(codec: Codec, layer: Tensor) -> Packed:
+    return codec.unpack(codec.encode(layer), Shape(*layer.shape[1:]), layer.dtype)
 
 
 if __name__ == "__main__":

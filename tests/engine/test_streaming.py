@@ -150,10 +150,10 @@ def test_a_tier_that_fails_after_any_layer_changes_nothing(stored: Stored, failu
     assert prefill.usage.hits["computed"] == (2 if good < 3 else 1)
     assert sum(prefill.usage.hits.values()) == 2
     assert prefill.usage.faults == (["disk tier: it burns"] if failure == "gone" else [])
-    assert stored.store.room.taken == 0
     stored.disk.orders = {}
     assert torch.equal(stored.logits()[0], expected)
     stored.store.close()
+    assert stored.store.room.taken == 0
 
 
 @pytest.mark.parametrize("good", [0, 1, 2])
@@ -166,9 +166,9 @@ def test_a_tier_that_hangs_after_any_layer_changes_nothing(llama: Bench, tmp_pat
     assert torch.equal(logits, expected)
     assert (prefill.usage.hits["computed"], prefill.usage.hits["disk"]) == (1, 1)
     assert prefill.usage.faults == ["disk tier: no byte in 0.5 s"]
-    assert stored.store.room.taken == 0
     stored.add(["layer"] * (3 - good), [])
     stored.store.close()
+    assert stored.store.room.taken == 0
 
 
 @pytest.mark.parametrize("strategy", [name for name, kind in SERVED.items() if kind.reuses and not kind.chooses])
