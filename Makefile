@@ -60,7 +60,7 @@ quality: $(VENV)/.installed  ## ten minutes of RULER on the default model; hold 
 	PROPHETKV_DATA_DIR=$(CURDIR)/.data $(BIN)/prophetkv eval ruler --out $(QUALITY) --minutes 9 --lengths 1024 \
 	  --tasks niah_multikey_1,niah_multivalue,niah_multiquery,vt --samples 8
 
-gpu-check: $(VENV)/.installed  ## kernels and prefills on one GPU, in 8 minutes; plots with pip install -e '.[bench]'
+gpu-check: $(VENV)/.installed-dev  ## kernels and prefills on one GPU, in 8 minutes, with plots
 	$(BIN)/python -m benchmarks.gpu_check
 
 gpu-smoke: $(VENV)/.installed-dev  ## the same at tiny shapes without a GPU, to see that it runs

@@ -14,7 +14,7 @@ from service.settings import load_settings
 app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
 _RATES = "1,4,16,32,64,256,inf"
-_STRATEGIES = "naive,epic,cacheblend,kvshare,prophetkv"
+_STRATEGIES = "naive,epic,cacheblend,kvshare,prophetkv"  # those that the paper compares
 
 
 @app.command()

@@ -297,10 +297,12 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {told['cpu']} ({told['capability']}, {told['threads']} threads), {told['date']}, "
         f"torch {told['torch']}, chunk KV in {result['tier']}, {result['suffix_tokens']} tokens behind the context. "
         "Medians of interleaved rounds in one process with 95 % bootstrap intervals. Bounds: the speed-up by rows, by "
-        "attention pairs and by floating point operations. Peak: growth of the resident set. KV and peak in MiB.",
+        "attention pairs and by floating point operations. Anew: context tokens that were recomputed. Peak: growth of "
+        "the resident set. KV, bytes copied and peak in MiB.",
         "",
-        "| context (KV) | method | TTFT s | full / method | by rows, pairs, FLOPs | I s | II s | rows | peak |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| context (KV) | method | TTFT s | full / method | by rows, pairs, FLOPs | I s | II s "
+        "| anew | copied | peak |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for length in result["lengths"]:
         tokens = f"{length['context_tokens']} ({length['kv_bytes'] >> 20})"
@@ -312,10 +314,11 @@ def markdown(result: dict[str, Any]) -> str:
                 ", ".join(f"{method['bounds'][what]:.2f}" for what in ("rows", "pairs", "flops")),
                 *(f"{method['phases_ms'][stage] / 1000:.2f}" for stage in ("stage1", "stage2")),
                 str(method["counters"]["recomputed_tokens"]),
+                str(method["counters"]["bytes_copied"] >> 20),
                 str(method["peak_bytes"] >> 20),
             ]
             lines.append(f"| {tokens} | {name} | {' | '.join(cells)} |")
         for name, told in length["plain_against_full"].items():
-            cells = [f"{told['slow_s']:.2f}", f"{1 / told['ratio']:.2f}", "", "", "", "", ""]
+            cells = [f"{told['slow_s']:.2f}", f"{1 / told['ratio']:.2f}", "", "", "", "", "", ""]
             lines.append(f"| {tokens} | plain model, {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

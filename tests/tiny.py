@@ -74,6 +74,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**_SHAPE, sliding_window=None),
     "mistral-sliding": MistralConfig(**_SHAPE, **_SLIDING),
     "phi3": Phi3Config(**{**_SHAPE, "pad_token_id": 0}, rope_parameters=_PARTIAL),
+    "phi3-sliding": Phi3Config(**{**_SHAPE, "pad_token_id": 0}, **_SLIDING),
     "qwen2": Qwen2Config(**_SHAPE),
     "qwen2-sliding": Qwen2Config(**_SHAPE, **_MIXED, use_sliding_window=True),
     "qwen3": Qwen3Config(**_SHAPE),

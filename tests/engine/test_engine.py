@@ -123,7 +123,7 @@ def _held(rig: Rig) -> list[ChunkKV]:
     return [kv for kv in found if kv is not None]
 
 
-@pytest.mark.parametrize("rig", ["llama", "gemma2", "qwen2-sliding"], indirect=True)
+@pytest.mark.parametrize("rig", sorted(FAMILIES), indirect=True)
 async def test_answers_do_not_depend_on_what_runs_beside_them(rig: Rig) -> None:
     names = [name for name in SERVED if name != "auto"]  # which may decide otherwise
     alone = [await collect(rig.engine.submit(rig.request(f"alone {name}", name, max_tokens=12))) for name in names]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cache_store.base import Chunk
-from engine.attention import QueryRows, attend
+from engine.attention import QueryRows, add_column_sums, attend
 from engine.base import GenerateRequest, Part, Sampling, Token
 from engine.encode import PrefixCache, encode_chunk
 from engine.generate import generate
@@ -216,21 +216,31 @@ def test_request_does_not_change_stored_tensors(llama: Bench) -> None:
         assert all(torch.equal(a, b) for a, b in zip(blocks, llama.encoded[key].blocks, strict=True))
 
 
-def test_attend_refuses_nothing_but_future_keys() -> None:
-    """Against a dense fp64 reference, for scattered rows with gaps, runs and block borders."""
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_attend_refuses_nothing_but_future_keys(group: int, window: int | None) -> None:
+    """And the column sums, against a dense fp64 reference, for scattered rows with gaps, runs and block borders."""
     generator = torch.Generator().manual_seed(0)
-    keys, heads, kv_heads, width = 3000, 6, 2, 8
+    keys, kv_heads, width = 1500, 2, 8
+    heads = group * kv_heads
     key, value = (torch.randn(1, kv_heads, keys, width, generator=generator) for _ in range(2))
-    positions = torch.randperm(keys, generator=generator)[:700].sort().values
+    positions = torch.randperm(keys, generator=generator)[:350].sort().values
     positions[-64:] = torch.arange(keys - 64, keys)
     positions = torch.unique(positions)
     query = torch.randn(1, heads, len(positions), width, generator=generator) * 3
-    out, lse = attend(query, key, value, QueryRows(positions, torch.device("cpu"), torch.float32), 0.3)
-    group = heads // kv_heads
+    rows = QueryRows(positions, torch.device("cpu"), torch.float32)
+    out, lse = attend(query, key, value, rows, 0.3, window)
+    sums = torch.zeros(kv_heads, keys - 200)
+    add_column_sums(query, key, lse, rows, 0.3, sums, window)
     logits = query.double() @ key.double().repeat_interleave(group, 1).transpose(2, 3) * 0.3
-    logits.masked_fill_(torch.arange(keys)[None] > positions[:, None], float("-inf"))
+    slots = torch.arange(keys)
+    logits.masked_fill_(slots > positions[:, None], float("-inf"))
+    if window is not None:
+        logits.masked_fill_(slots <= positions[:, None] - window, float("-inf"))
+    weights = logits.softmax(-1)
     assert error(lse.double(), torch.logsumexp(logits, -1)) < 1e-5
-    assert error(out.double(), logits.softmax(-1) @ value.double().repeat_interleave(group, 1)) < 1e-5
+    assert error(out.double(), weights @ value.double().repeat_interleave(group, 1)) < 1e-5
+    assert error(sums.double(), weights[0].view(kv_heads, -1, keys).sum(1)[:, : keys - 200]) < 1e-4
 
 
 def test_sampling_parameters_are_bounded_by_the_request() -> None:

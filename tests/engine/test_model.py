@@ -44,7 +44,7 @@ from engine.model import (
 from engine.plain import PlainModel
 from engine.strategies import SERVED, STRATEGIES, cacheblend, kvshare, prophetkv
 from engine.strategies.base import top_tokens
-from errors import UnsupportedModel
+from errors import NumericalFault, UnsupportedModel
 from tests.tiny import FAMILIES, Bench, plain_module, tiny_model
 
 
@@ -210,6 +210,15 @@ def test_a_model_of_another_family_runs_as_transformers_runs_it(gpt2_folder: Pat
     expected = plain.generate(torch.tensor([[1, 2, 5, 6, 7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0, 8:]
     assert [event.id for event in tokens if isinstance(event, Token)] == expected.tolist()
     assert last == Finished("length")
+
+
+def test_a_plain_model_that_overflows_fails_the_request(gpt2_folder: Path) -> None:
+    model = load_model(gpt2_folder, "cpu", "float32")
+    assert isinstance(model, PlainModel)
+    model._module.transformer.ln_f.bias.data[0] = float("nan")
+    request = GenerateRequest("x", (1, 2), (), (9, 10), STRATEGIES["full"](), Sampling(max_tokens=8))
+    with pytest.raises(NumericalFault, match="NaN or infinite logits"):
+        list(model.generate(request))
 
 
 def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:

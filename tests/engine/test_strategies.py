@@ -343,7 +343,11 @@ def test_what_was_done_is_counted(llama: Bench) -> None:
     llama.run(prefill)
     chosen_pairs = int((layout.context[prefill.selected] + 1).sum())
     assert found == 3 * suffix_pairs + 2 * (fresh_pairs + chosen_pairs) + prompt
-    assert work("cacheblend")[:2] == (prompt + (budget + fresh) + 1, prompt + budget + fresh)
+    for name in ("cacheblend", "kvshare"):
+        assert work(name)[:2] == (prompt + (budget + fresh) + 1, prompt + budget + fresh)
+    assert work("random")[:2] == (2 * (budget + fresh) + 1, budget + fresh)
+    first = sum(int(0.2 * len(part.chunk.token_ids) + 0.5) for part in llama.parts)
+    assert work("epic")[:2] == (2 * (first + fresh) + 1, first + fresh)
     assert prefill.usage.bytes_copied == prefill.usage.bytes_loaded == 257 * 3 * llama.model.layout.layer_bytes(1)
     full_work = llama.model.full_work(prompt)
     assert (full_work.rows, full_work.kv_rows, full_work.pairs) == work("full")
@@ -401,6 +405,22 @@ def test_poisoned_kv_falls_back_to_a_full_prefill(llama: Bench, poison: float) -
     assert "NaN or infinite" in first.usage.fallback_reason
     assert [event for event in events if isinstance(event, Token)] == expected
     assert isinstance(events[-1], Finished)
+
+
+def test_a_model_that_overflows_behind_the_first_token_fails_the_request(llama: Bench) -> None:
+    logits, calls = llama.model.logits, 0
+
+    def third_is_nan(hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return logits(hidden) * (float("nan") if calls == 3 else 1.0)
+
+    llama.model.logits = third_is_nan  # type: ignore[method-assign]
+    steps = generate(llama.model, llama, llama.prefixes, llama.request("full", max_tokens=6))
+    told = []
+    with pytest.raises(NumericalFault, match="NaN or infinite logits"):
+        told += (event for event in steps if event is not None)
+    assert [type(event) for event in told] == [Prefilled, Token, Token]
 
 
 def test_a_model_that_overflows_fails_the_request(llama: Bench) -> None:
