@@ -417,7 +417,7 @@ def test_a_model_that_overflows_behind_the_first_token_fails_the_request(llama: 
 
     llama.model.logits = third_is_nan  # type: ignore[method-assign]
     steps = generate(llama.model, llama, llama.prefixes, llama.request("full", max_tokens=6))
-    told = []
+    told: list[Any] = []
     with pytest.raises(NumericalFault, match="NaN or infinite logits"):
         told += (event for event in steps if event is not None)
     assert [type(event) for event in told] == [Prefilled, Token, Token]
