@@ -12,6 +12,7 @@ import numpy as np
 LEAST_PAIRS = 6
 # A span of less between no context and full prefill (5 points of 100) is too little to measure a share of.
 LEAST_SPAN = 0.05
+_ROUNDING = 1e-9  # a bound that is 0 but for the sum's rounding is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Interval:
     @property
     def is_clear(self) -> bool:
         """The sign of the mean may be claimed: the interval excludes 0, and enough pairs differ."""
-        return self.differing >= LEAST_PAIRS and (self.low > 0 or self.high < 0)
+        return self.differing >= LEAST_PAIRS and (self.low > _ROUNDING or self.high < -_ROUNDING)
 
 
 def mean_interval(

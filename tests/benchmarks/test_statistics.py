@@ -78,6 +78,7 @@ def test_a_wider_level_is_a_wider_interval() -> None:
         (Interval(-0.2, -0.3, -0.1, 12, 12), True),
         (Interval(0.2, 0.0, 0.3, 12, 12), False),
         (Interval(-0.2, -0.3, 0.0, 12, 12), False),
+        (Interval(0.2, 7e-16, 0.3, 12, 12), False),
         (Interval(0.2, -0.1, 0.3, 12, 12), False),
         (Interval(1.0, 1.0, 1.0, 6, 6), True),
         (Interval(1.0, 1.0, 1.0, 12, 5), False),
