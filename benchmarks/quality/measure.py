@@ -22,13 +22,13 @@ from torch.nn import functional
 from benchmarks.quality.methods import FULL, NONE, Method
 from benchmarks.quality.prompts import Prompt
 from cache_store.base import Chunk, ChunkKV, LoadedChunk, Pause
+from engine.decode import finite
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import ForwardPass, run_steps
 from engine.model import Model, text_decoder, token_tensor
 from engine.prefill import Prefill
 from engine.slots import Slots
 from engine.strategies import STRATEGIES, Strategy
-from errors import NumericalFault
 
 # The phases of a prefill that a user waits for.
 PHASES = ("load", "assemble", "stage1", "select", "stage2")
@@ -108,7 +108,7 @@ class PromptRun:
         timings: dict[str, float] = {}
         prefill = self.start(STRATEGIES[FULL]())
         with _timed(self.model, timings, "prefill"):
-            logits = _finite(run_steps(prefill.request.strategy.prefill(prefill)))
+            logits = finite(run_steps(prefill.request.strategy.prefill(prefill)))
         position = len(prefill.layout)
         with _timed(self.model, timings, "decode"):
             answer = self._greedy(prefill, logits, ())
@@ -129,7 +129,7 @@ class PromptRun:
         else:
             prefill = self.start(strategy)
         with _timed(self.model, timings, "prefill"):
-            logits = _finite(run_steps(strategy.prefill(prefill)))
+            logits = finite(run_steps(strategy.prefill(prefill)))
         forced = None
         if self.reference is not None:
             with _timed(self.model, timings, "forced"):
@@ -159,7 +159,7 @@ class PromptRun:
         guessed: list[int] = []
         while True:
             for row, guess in zip(rows, [*guessed, None], strict=True):
-                token = int(_finite(row).argmax())
+                token = int(finite(row).argmax())
                 answer.append(token)
                 if token in self.model.eos_ids or len(answer) == self.prompt.max_tokens:
                     return tuple(answer)
@@ -257,7 +257,7 @@ def forced_logits(model: Model, slots: Slots, position: int, logits: Tensor, tok
         return logits[None]
     at = torch.arange(position, position + len(tokens) - 1)
     rest = run_steps(ForwardPass(model, token_tensor(tokens[:-1]), at, slots).finish_all())
-    return torch.cat((logits[None], _finite(rest)))
+    return torch.cat((logits[None], finite(rest)))
 
 
 def what_followed(ids: Sequence[int]) -> list[int]:
@@ -285,12 +285,6 @@ def surprise(logits: Tensor, tokens: Sequence[int]) -> float:
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((index for index, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
-
-
-def _finite(logits: Tensor) -> Tensor:
-    if not bool(torch.isfinite(logits.sum())):
-        raise NumericalFault("the model gives NaN or infinite logits")
-    return logits
 
 
 @contextmanager
