@@ -34,20 +34,25 @@ class Outcome:
 
 
 class Budget:
-    """Wall time that may be used. `minutes` None: as much as is needed."""
+    """Wall time that may be used. `minutes` None: as much as is needed.
 
-    def __init__(self, minutes: float | None, started: float | None = None) -> None:
+    end, whole_end: of time.monotonic(), which all processes share: when this budget is spent, and when that is of which
+    it is a part.
+    """
+
+    def __init__(self, minutes: float | None, started: float | None = None, whole_end: float | None = None) -> None:
         self.started = time.monotonic() if started is None else started
-        self._end = None if minutes is None else self.started + 60 * minutes
+        self.end = float("inf") if minutes is None else self.started + 60 * minutes
+        self.whole_end = self.end if whole_end is None else whole_end
 
     def left(self) -> float:
         """Seconds."""
-        return float("inf") if self._end is None else self._end - time.monotonic()
+        return self.end - time.monotonic()
 
     def part(self, share: float) -> Budget:
         """A budget of a share of what is left."""
-        now = time.monotonic()
-        return Budget(None if self._end is None else max(0.0, share * (self._end - now) / 60), now)
+        left = max(0.0, self.left())
+        return Budget(None if left == float("inf") else share * left / 60, whole_end=self.whole_end)
 
 
 def run(
@@ -62,8 +67,9 @@ def run(
 ) -> Outcome:
     """Computes what is missing, as far as the budget goes; a prompt that would overrun it is not begun.
 
-    At least one prompt is computed, for nothing is known of their cost before. A prompt that does not fit the model's
-    window has records that say so.
+    The first one is begun in any case, for nothing is known of its cost before, and may overrun a part of a budget. The
+    whole cuts any: no method is begun after its end. A prompt that does not fit the model's window has records that say
+    so.
     """
     missing = [
         (prompt, lacking) for prompt in plan.prompts if (lacking := _lacking(evaluator, prompt, methods, results))
@@ -94,7 +100,7 @@ def run(
                 yield Work(sample, lacking, time.perf_counter() - begun)
 
     with progress(console, total) as advance:
-        for records in _computed(work(), evaluator, workers):
+        for records in _computed(work(), evaluator, workers, budget.whole_end):
             for record in records:
                 keep(record)
     return outcome
@@ -112,9 +118,9 @@ class Workers:
             (source, chunk_tokens, max(1, threads // count)),
         )
 
-    def submit(self, work: Work) -> Future[list[Record]]:
-        """All records of a prompt."""
-        return self._pool.submit(_worker_records, work)
+    def submit(self, work: Work, end: float) -> Future[list[Record]]:
+        """All records of a prompt, as far as they are begun before `end`."""
+        return self._pool.submit(_worker_records, work, end)
 
     def close(self) -> None:
         """Ends the processes once they have done what they are at."""
@@ -171,20 +177,30 @@ def _lacking(
     return tuple(method for method in methods if (*where, method.name) not in results)
 
 
-def _computed(work: Iterable[Work], evaluator: Evaluator, workers: Workers | None) -> Iterator[Iterable[Record]]:
+def _computed(
+    work: Iterable[Work], evaluator: Evaluator, workers: Workers | None, end: float
+) -> Iterator[Iterable[Record]]:
     """The records of every prompt, as they come."""
     if workers is None:
         for one in work:
-            yield evaluator.records(one)
+            yield _until(end, evaluator.records(one))
         return
     running: set[Future[list[Record]]] = set()
     for one in work:
-        running.add(workers.submit(one))
+        running.add(workers.submit(one, end))
         if len(running) == workers.count:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
     for future in running:
         yield future.result()
+
+
+def _until(end: float, records: Iterable[Record]) -> Iterator[Record]:
+    """The first, and those after it that are begun before `end`."""
+    for record in records:
+        yield record
+        if time.monotonic() >= end:
+            return
 
 
 _evaluator: Evaluator | None = None  # of a worker process
@@ -196,6 +212,6 @@ def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int) -
     _evaluator.warm_up()
 
 
-def _worker_records(work: Work) -> list[Record]:
+def _worker_records(work: Work, end: float) -> list[Record]:
     assert _evaluator is not None
-    return list(_evaluator.records(work))
+    return list(_until(end, _evaluator.records(work)))

@@ -26,7 +26,16 @@ from engine.strategies.epic import Epic
 from engine.strategies.full import Full
 from errors import ConfigError, InvalidInput, NumericalFault, PromptTooLong
 from service.version import __version__
-from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, SETTINGS, methods, one_thread, run_into, sample, without_times
+from tests.benchmarks.tiny_prompts import (
+    CHUNK_TOKENS,
+    SETTINGS,
+    methods,
+    one_thread,
+    plan,
+    run_into,
+    sample,
+    without_times,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -226,12 +235,27 @@ def test_without_full_prefill_there_is_no_divergence(
 # Budgets
 
 
-def test_a_spent_budget_computes_one_prompt(evaluator: Evaluator, tmp_path: Path) -> None:
+def test_a_spent_budget_computes_one_record(
+    source: ModelSource, evaluator: Evaluator, whole: Path, tmp_path: Path
+) -> None:
+    """So that a rerun always comes further, in this process and in others."""
     path = tmp_path / "run.jsonl"
     outcome = run_into(path, evaluator, minutes=0)
-    assert (outcome.added, outcome.left) == (8, 24)
-    assert run_into(path, evaluator, minutes=0).added == 8
+    assert (outcome.added, outcome.left) == (1, 31)
+    workers = Workers(1, source, CHUNK_TOKENS, threads=1)
+    try:
+        assert run_into(path, evaluator, minutes=0, workers=workers).added == 1
+    finally:
+        workers.close()
     assert run_into(path, evaluator, minutes=60).left == 0
+    assert without_times(load(path)[1]) == without_times(load(whole)[1])
+
+
+def test_a_part_of_a_budget_does_not_cut_the_first_prompt(evaluator: Evaluator, tmp_path: Path) -> None:
+    with open_results(tmp_path / "run.jsonl", {**evaluator.settings(), **SETTINGS}) as results:
+        part = Budget(60).part(0)
+        outcome = run(plan(2), evaluator, methods(), results, part, console=Console(quiet=True))
+    assert (outcome.added, outcome.left) == (8, 24)
 
 
 def test_a_budget_is_divided() -> None:
@@ -241,6 +265,7 @@ def test_a_budget_is_divided() -> None:
     assert 149 < whole.part(0.25).left() <= 150
     assert Budget(10, started=whole.started - 700).left() < 0
     assert Budget(10, started=whole.started - 700).part(0.5).left() <= 0
+    assert whole.part(0.25).part(0.5).whole_end == whole.end
 
 
 # Prompts of the suites

@@ -61,7 +61,7 @@ def check(job: Job) -> None:
 def reproduce(job: Job, budget: Budget, command: str) -> bool:
     """Makes all tables and figures and index.md in the job's folder; what fails does not stop the others.
 
-    A part gets its share of what is left, so what one leaves over is for the others, and computes one prompt at
+    A part gets its share of what is left, so what one leaves over is for the others, and begins one prompt at
     least. Returns whether nothing failed. Raises ConfigError when the folder cannot be made.
     """
     try:
