@@ -75,26 +75,28 @@ def _memory(codec: str, dtype: torch.dtype, plan: Plan) -> dict[str, Any]:
     layers, kv_heads, head_dim, chunks = 24, 2, 64, 16
     kv = [_kv(KVLayout(layers, kv_heads, head_dim, dtype, codec), _TOKENS, seed) for seed in range(chunks)]
     raw = [_kv(KVLayout(layers, kv_heads, head_dim, dtype), _TOKENS, seed) for seed in range(chunks)]
+    views = [[chunk.layer(layer).unbind() for chunk in raw] for layer in range(layers)]
     slots = torch.zeros(layers, 2, kv_heads, chunks * _TOKENS, head_dim, dtype=dtype)
     angles = torch.arange(chunks * _TOKENS)[:, None] * torch.logspace(0, -4, head_dim // 2)
-    cos, sin = angles.cos(), angles.sin()
+    turns = list(zip(*(torch.split(turn, _TOKENS) for turn in (angles.cos(), angles.sin())), strict=True))
 
     def placed(how: Callable[..., None]) -> Way:
         def run() -> None:
             for layer in range(layers):
                 keys, values = slots[layer]
-                for index, chunk in enumerate(kv):
+                for index, (chunk, (cos, sin)) in enumerate(zip(kv, turns, strict=True)):
                     at = slice(index * _TOKENS, (index + 1) * _TOKENS)
-                    how(chunk, layer, cos[at], sin[at], keys[:, at], values[:, at])
+                    how(chunk, layer, cos, sin, keys[:, at], values[:, at])
 
         return run
 
     def copied() -> None:
         for layer in range(layers):
             keys, values = slots[layer]
-            for index, chunk in enumerate(raw):
+            for index, (k, v) in enumerate(views[layer]):
                 at = slice(index * _TOKENS, (index + 1) * _TOKENS)
-                chunk.read_into(layer, keys[:, at], values[:, at])
+                keys[:, at].copy_(k)
+                values[:, at].copy_(v)
 
     ways: dict[str, Way] = {"copy": copied, "plain": placed(placing.place_plain)}
     if placing.COMPILED:
@@ -330,7 +332,7 @@ def _checked(view: memoryview, steps: list[tuple[int, int]]) -> None:
 
 def _blocks(layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
     """Where the blocks of an entry are that have checksums."""
-    start, step = entry.header_bytes(layout), entry.stride(layout, tokens)
+    start, step = entry.header_bytes(layout), layout.stride(tokens)
     return [(start + layer * step, start + (layer + 1) * step) for layer in range(layout.layers)]
 
 

@@ -54,9 +54,9 @@ class Throttled:
         if kv is None:
             self.stats.misses += 1
             return None
-        for layer, block in enumerate(kv.blocks, start=1):
-            self._bucket.take(block.nbytes)
-            landing.arrived(kv, layer)
+        for layer in range(kv.layout.layers):
+            self._bucket.take(kv.layout.block_bytes(kv.tokens))
+            landing.arrived(kv, layer + 1)
         self.stats.hit(kv.nbytes, start)
         return kv
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cache_store.codec import CODECS, Packed, Shape
 
-_ALIGNMENT = 64  # bytes
+ALIGN = 4096  # bytes, of what begins a block
+_ALIGNMENT = 64  # bytes, of memory that torch computes with
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +45,35 @@ class KVLayout:
         """Bytes of one layer's K and V for `tokens` tokens, as the codec writes them."""
         return CODECS[self.codec].block_bytes(Shape(self.kv_heads, tokens, self.head_dim), self.dtype)
 
+    def stride(self, tokens: int) -> int:
+        """Bytes from one layer's block to the next one's."""
+        return -(-self.block_bytes(tokens) // ALIGN) * ALIGN
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """One chunk's KV as it is kept: per layer a block, uint8 [layout.block_bytes(tokens)]; K carries no position.
+    """One chunk's KV as it is kept: per layer a block of layout.block_bytes(tokens); K carries no position.
 
-    Never written to after construction: a request copies into its own slots.
+    body: uint8 [layers, layout.stride(tokens)], contiguous, zero behind each block. Never written to after
+    construction: a request copies into its own slots.
     """
 
     layout: KVLayout
     tokens: int
-    blocks: tuple[Tensor, ...]
+    body: Tensor
 
     @classmethod
     def pack(cls, layers: Sequence[Tensor], codec: str = "raw") -> ChunkKV:
         """Encodes per layer K and V, [2, kv_heads, tokens, head_dim] in the model's dtype."""
         _, kv_heads, tokens, head_dim = layers[0].shape
         layout = KVLayout(len(layers), kv_heads, head_dim, layers[0].dtype, codec)
-        return cls(layout, tokens, tuple(CODECS[codec].encode(layer) for layer in layers))
+        size, device = layout.layers * layout.stride(tokens), layers[0].device
+        body = host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        kv = cls(layout, tokens, body.view(layout.layers, -1))
+        kv.body[:, layout.block_bytes(tokens) :] = 0
+        for index, layer in enumerate(layers):
+            kv.block(index).copy_(CODECS[codec].encode(layer))
+        return kv
 
     @property
     def shape(self) -> Shape:
@@ -70,22 +82,25 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes of all blocks, without what pads them."""
+        return self.layout.layers * self.layout.block_bytes(self.tokens)
 
     @property
     def resident(self) -> int:
-        """Memory that the blocks keep alive: more than they measure when they are views of a padded entry."""
-        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in self.blocks}
-        return sum(storages.values())
+        """Memory that is kept alive, which may be that of a whole entry."""
+        return self.body.untyped_storage().nbytes()
+
+    def block(self, index: int) -> Tensor:
+        """A layer's block, uint8 [layout.block_bytes(tokens)]: a view."""
+        return self.body[index, : self.layout.block_bytes(self.tokens)]
 
     def layer(self, index: int) -> Tensor:
         """A layer's K and V, [2, kv_heads, tokens, head_dim]: a view in the model's dtype for raw, else new, fp32."""
-        return CODECS[self.layout.codec].decode(self.blocks[index], self.shape, self.layout.dtype)
+        return CODECS[self.layout.codec].decode(self.block(index), self.shape, self.layout.dtype)
 
     def unpack(self, index: int) -> Packed:
         """The parts of a layer's block, as views."""
-        return CODECS[self.layout.codec].unpack(self.blocks[index], self.shape, self.layout.dtype)
+        return CODECS[self.layout.codec].unpack(self.block(index), self.shape, self.layout.dtype)
 
     def read_into(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copies a layer's K and V into `k` and `v`, each [kv_heads, tokens, head_dim], of any dtype and device."""

@@ -22,7 +22,8 @@ from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing
 from cache_store.ledger import Ledger, Policy
 from errors import CorruptEntry, StoreUnavailable
 
-_READ_BYTES = 1 << 20  # in one system call, so that a slow disk shows that it moves
+# In one system call, so that a slow disk shows that it moves, and before they are verified, while the CPU has them.
+_READ_BYTES = 1 << 20
 _MAX_PIECES = 512  # buffers in one system call; the system takes 1024
 
 
@@ -61,7 +62,7 @@ class DiskStore:
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
-        return [self._path(chunk.key).exists() for chunk in chunks]
+        return [os.path.exists(self._path(chunk.key)) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         size = entry.entry_bytes(kv.layout, kv.tokens)
@@ -76,7 +77,7 @@ class DiskStore:
             try:
                 self._unlink(evicted)
                 self.stats.count("evictions", len(evicted))
-                self._ledger.resize(chunk.key, self._publish(self._path(chunk.key), pieces))
+                self._ledger.resize(chunk.key, self._publish(Path(self._path(chunk.key)), pieces))
             except BaseException as error:
                 self._forget(chunk.key)
                 if isinstance(error, OSError):
@@ -105,7 +106,7 @@ class DiskStore:
             status = os.fstat(file)
             if status.st_size != expected:
                 raise CorruptEntry("length", f"{status.st_size} bytes instead of {expected}")
-            kv = entry.read(partial(_fill, file, landing), chunk, self._layout, landing)
+            kv = entry.read(partial(_fill, file, landing), chunk, self._layout, landing, _READ_BYTES)
             with suppress(OSError):  # what is read-only still serves, with the recency that it had
                 os.utime(file)
         finally:
@@ -117,13 +118,13 @@ class DiskStore:
     def _strike(self, key: str) -> None:
         """Takes out of the books what is not there any more: somebody else has removed it."""
         with self._writing:
-            if not self._path(key).exists():
+            if not os.path.exists(self._path(key)):
                 self._forget(key)
 
     def _adopt(self, chunk: Chunk, nbytes: int) -> None:
         """Takes up what another process published, if it is still there."""
         with self._writing:
-            if self._path(chunk.key).exists():
+            if os.path.exists(self._path(chunk.key)):
                 evicted = self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids))
                 self._unlink([chunk.key] if evicted is None else evicted)
                 self._take_stock()
@@ -136,12 +137,12 @@ class DiskStore:
             # Another process swept the file before its lock was taken, or somebody removed the folder.
             return _written(path, pieces)
 
-    def _path(self, key: str) -> Path:
-        return self._folder / key[:2] / f"{key}.kv"
+    def _path(self, key: str) -> str:
+        return f"{self._folder}/{key[:2]}/{key}.kv"  # a Path takes a fifth of the time of reading a megabyte
 
     def _unlink(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            Path(self._path(key)).unlink(missing_ok=True)
             self._forget(key)
 
     def _forget(self, key: str) -> None:

@@ -21,62 +21,45 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cache_store.base import Chunk, ChunkKV, KVLayout, Landing
+from cache_store.base import ALIGN, Chunk, ChunkKV, KVLayout, Landing
 from cache_store.codec import CODECS
 from errors import CorruptEntry
 
 MAGIC = b"PROPHKV\0"
 VERSION = 1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ALIGN = 4096
 _FIXED = struct.Struct("<8sHBBIIII32s")
 _FIELDS = ("magic", "version", "codec", "dtype", "layers", "kv_heads", "tokens", "head_dim", "key")
 _DIGEST = 16
 # An entry that says more of itself is not one of ours; these bound what `examine` reads of it.
 _MAX_LAYERS, _MAX_HEADS, _MAX_TOKENS, _MAX_DIM = 4096, 4096, 1 << 20, 4096
 
-_READ_BYTES = 4 << 20  # what is read before it is verified: in smaller steps the sender waits too often
 # Fills a buffer with an entry's next bytes, from its beginning on.
 Fill = Callable[[memoryview], None]
 
 assert sys.byteorder == "little", "entries are little-endian and read without conversion"
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
-
-
 def header_bytes(layout: KVLayout) -> int:
     """Size of the header with its padding: where the first block begins."""
-    return _padded(_FIXED.size + _DIGEST * (layout.layers + 1))
-
-
-def stride(layout: KVLayout, tokens: int) -> int:
-    """Bytes from one block's beginning to the next's."""
-    return _padded(layout.block_bytes(tokens))
+    return -(-(_FIXED.size + _DIGEST * (layout.layers + 1)) // ALIGN) * ALIGN
 
 
 def entry_bytes(layout: KVLayout, tokens: int) -> int:
     """Exact size of the entry of a chunk of `tokens` tokens."""
-    return header_bytes(layout) + layout.layers * stride(layout, tokens)
+    return header_bytes(layout) + layout.layers * layout.stride(tokens)
 
 
 def encode(chunk: Chunk, kv: ChunkKV) -> list[memoryview]:
-    """The stored form of `kv` under `chunk.key`, in pieces that stand one behind the other; blocks are not copied."""
+    """The stored form of `kv` under `chunk.key`: the header and all that stands behind it, which is not copied."""
     assert kv.tokens == len(chunk.token_ids)
-    padding = memoryview(bytes(stride(kv.layout, kv.tokens) - kv.layout.block_bytes(kv.tokens)))
-    digests, pieces = [], []
-    for block in kv.blocks:
-        view = _view(block.cpu())
-        sum_ = xxhash.xxh3_128(view)
-        sum_.update(padding)
-        digests.append(sum_.digest())
-        pieces += [view, padding] if padding else [view]
+    body = _view(kv.body.cpu().view(-1))
+    digests = [xxhash.xxh3_128_digest(block) for block in _blocks(body, kv.layout, kv.tokens)]
     header = bytearray(header_bytes(kv.layout))
     filled = _fixed(chunk, kv.layout) + b"".join(digests)
     header[: len(filled)] = filled
     header[-_DIGEST:] = xxhash.xxh3_128_digest(memoryview(header)[:-_DIGEST])
-    return [memoryview(header), *pieces]
+    return [memoryview(header), body]
 
 
 def check_header(header: memoryview, chunk: Chunk, layout: KVLayout) -> list[bytes]:
@@ -95,25 +78,20 @@ def check_block(block: memoryview, digest: bytes, layer: int) -> None:
         raise CorruptEntry("block checksum", f"layer {layer}")
 
 
-def blocks_of(body: Tensor, layout: KVLayout, tokens: int) -> ChunkKV:
-    """The KV in `body`, uint8: all that stands behind an entry's header. The blocks share its memory."""
-    size, step = layout.block_bytes(tokens), stride(layout, tokens)
-    return ChunkKV(layout, tokens, body.view(layout.layers, step)[:, :size].unbind())
-
-
-def read(fill: Fill, chunk: Chunk, layout: KVLayout, landing: Landing) -> ChunkKV:
+def read(fill: Fill, chunk: Chunk, layout: KVLayout, landing: Landing, at_once: int) -> ChunkKV:
     """Reads an entry, whose length the caller has checked, layer by layer; `landing` hears of every verified one.
 
-    Raises CorruptEntry, and whatever `fill` raises.
+    at_once: bytes that are read before they are verified, as far as whole blocks fit. Raises CorruptEntry, and whatever
+    `fill` raises.
     """
     header = memoryview(bytearray(header_bytes(layout)))
     fill(header)
     digests = check_header(header, chunk, layout)
     tokens = len(chunk.token_ids)
-    step = stride(layout, tokens)
+    step = layout.stride(tokens)
     body = landing.buffer(step * layout.layers)
-    kv, view = blocks_of(body, layout, tokens), _view(body)
-    together = max(1, _READ_BYTES // step)
+    kv, view = ChunkKV(layout, tokens, body.view(layout.layers, step)), _view(body)
+    together = max(1, at_once // step)
     for layer, digest in enumerate(digests):
         if layer % together == 0:
             fill(view[layer * step : (layer + together) * step])
@@ -128,9 +106,9 @@ def decode(entry: Tensor, chunk: Chunk, layout: KVLayout) -> ChunkKV:
     if len(view) != entry_bytes(layout, tokens):
         raise CorruptEntry("length", f"{len(view)} bytes instead of {entry_bytes(layout, tokens)}")
     digests = check_header(view[:start], chunk, layout)
-    for layer, (block, digest) in enumerate(zip(_spans(view, layout, tokens), digests, strict=True)):
+    for layer, (block, digest) in enumerate(zip(_blocks(view[start:], layout, tokens), digests, strict=True)):
         check_block(block, digest, layer)
-    return blocks_of(entry[start:], layout, tokens)
+    return ChunkKV(layout, tokens, entry[start:].view(layout.layers, -1))
 
 
 def examine(entry: memoryview) -> str:
@@ -160,8 +138,9 @@ def examine(entry: memoryview) -> str:
     layout = KVLayout(layers, kv_heads, head_dim, dtypes[dtype], codecs[codec])
     if len(entry) != entry_bytes(layout, tokens):
         raise CorruptEntry("length", f"{len(entry)} bytes instead of {entry_bytes(layout, tokens)}")
-    digests = _digests(entry[: header_bytes(layout)], layers)
-    for layer, (block, digest) in enumerate(zip(_spans(entry, layout, tokens), digests, strict=True)):
+    start = header_bytes(layout)
+    digests = _digests(entry[:start], layers)
+    for layer, (block, digest) in enumerate(zip(_blocks(entry[start:], layout, tokens), digests, strict=True)):
         check_block(block, digest, layer)
     return bytes(key).hex()
 
@@ -193,10 +172,11 @@ def _view(memory: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _spans(entry: memoryview, layout: KVLayout, tokens: int) -> Iterator[memoryview]:
-    step = stride(layout, tokens)
-    for start in range(header_bytes(layout), len(entry), step):
-        yield entry[start : start + step]
+def _blocks(body: memoryview, layout: KVLayout, tokens: int) -> Iterator[memoryview]:
+    """With what pads them."""
+    step = layout.stride(tokens)
+    for start in range(0, len(body), step):
+        yield body[start : start + step]
 
 
 def _difference(found: memoryview, expected: bytes) -> str:

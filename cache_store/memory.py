@@ -81,10 +81,10 @@ class MemoryStore:
         self.delete(list(self._entries))
 
     def _moved(self, kv: ChunkKV) -> ChunkKV:
-        if self._pinned and not kv.blocks[0].is_pinned():
-            return ChunkKV(kv.layout, kv.tokens, tuple(block.pin_memory() for block in kv.blocks))
-        if kv.blocks[0].device != self._device:
-            return ChunkKV(kv.layout, kv.tokens, tuple(block.to(self._device) for block in kv.blocks))
+        if self._pinned and not kv.body.is_pinned():
+            return ChunkKV(kv.layout, kv.tokens, kv.body.pin_memory())
+        if kv.body.device != self._device:
+            return ChunkKV(kv.layout, kv.tokens, kv.body.to(self._device))
         return kv
 
     def _remove(self, key: str) -> None:

@@ -28,6 +28,7 @@ from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing
 from cache_store.resp import Address, Connection, EntryReader
 from errors import CorruptEntry, StoreMoved, StoreUnavailable
 
+# Of an entry in one value, and read before they are verified: in smaller steps the server waits too often.
 VALUE_BYTES = 4 << 20
 MAX_VALUES = 256  # 1 GiB an entry; larger ones are not kept here
 _IDLE_CONNECTIONS = 8
@@ -147,7 +148,9 @@ class RedisStore:
                 with self._connection(address) as connection:
                     connection.send([[b"GET", name.encode()] for name in names])
                     reader = EntryReader(connection, lengths)
-                    return entry.read(reader.fill, chunk, self._layout, landing) if reader.begin() else None
+                    if not reader.begin():
+                        return None
+                    return entry.read(reader.fill, chunk, self._layout, landing, VALUE_BYTES)
             except StoreMoved:
                 pass  # redis-py follows, and learns the cluster's new shape
 
@@ -163,7 +166,7 @@ class RedisStore:
         for value, length in zip(values, lengths, strict=True):
             if value is None or len(value) != length:
                 raise CorruptEntry("incomplete" if value is None else "length")
-        return entry.read(_Bytes(values).fill, chunk, self._layout, landing)
+        return entry.read(_Bytes(values).fill, chunk, self._layout, landing, VALUE_BYTES)
 
     def _write(self, key: str, values: list[list[memoryview]], retention: Retention) -> None:
         """The value with the header goes last: where it is, there is the whole entry."""

@@ -289,11 +289,11 @@ class TieredStore:
                 self._write(index, chunk, kv, retention)
                 continue
             with self._changed:
-                if self._pending_bytes and self._pending_bytes + kv.nbytes > self._backlog_bytes:
+                if self._pending_bytes and self._pending_bytes + kv.resident > self._backlog_bytes:
                     self.tiers[index].stats.count("dropped_writes")
                     continue
-                self._pending_bytes += kv.nbytes
-                self._jobs.append((kv.nbytes, partial(self._write, index, chunk, kv, retention)))
+                self._pending_bytes += kv.resident
+                self._jobs.append((kv.resident, partial(self._write, index, chunk, kv, retention)))
                 self._changed.notify_all()
 
     def _write(self, index: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:

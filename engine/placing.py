@@ -5,11 +5,13 @@ By a compiled kernel in one pass over memory where the package was built with a 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from cache_store.base import ChunkKV
-from cache_store.codec import CODECS
+from cache_store.base import ChunkKV, KVLayout
+from cache_store.codec import CODECS, Shape
 
 try:
     from engine.kernels import _place
@@ -42,6 +44,8 @@ def place_plain(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tensor,
 def place_compiled(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
     """`place` by the kernel: the same numbers, bit for bit."""
     kv_heads, tokens, head_dim = kv.shape
+    stride, offsets = _places(kv.layout, tokens)
+    block = kv.body.data_ptr() + layer * stride
     assert keys.stride() == values.stride()
     assert keys.stride()[1:] == (head_dim, 1)
     assert cos.is_contiguous()
@@ -50,7 +54,7 @@ def place_compiled(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tens
     _place.place(
         _KINDS.get(kv.layout.codec, _DTYPES[dtype]),
         _DTYPES[keys.dtype],
-        *(0 if part is None else part.data_ptr() for part in kv.unpack(layer)),
+        *(0 if offset is None else block + offset for offset in offsets),
         cos.data_ptr(),
         sin.data_ptr(),
         keys.data_ptr(),
@@ -63,6 +67,15 @@ def place_compiled(kv: ChunkKV, layer: int, cos: Tensor, sin: Tensor, keys: Tens
     )
 
 
+@lru_cache
+def _places(layout: KVLayout, tokens: int) -> tuple[int, tuple[int | None, ...]]:
+    """Bytes from one block to the next, and from a block to each of its parts: views would take longer than placing."""
+    block = torch.empty(layout.block_bytes(tokens), dtype=torch.uint8)
+    parts = CODECS[layout.codec].unpack(block, Shape(layout.kv_heads, tokens, layout.head_dim), layout.dtype)
+    offsets = (None if part is None else part.data_ptr() - block.data_ptr() for part in parts)
+    return layout.stride(tokens), tuple(offsets)
+
+
 def place_on_gpu(kv: ChunkKV, layer: int, positions: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor) -> None:
     """Writes one layer of a chunk into the slots `keys` and `values`, [kv_heads, capacity, head_dim], at `positions`.
 
@@ -71,7 +84,7 @@ def place_on_gpu(kv: ChunkKV, layer: int, positions: Tensor, frequencies: Tensor
     """
     from engine.kernels.place import place as launch  # here, for a CPU build of torch does not bring triton
 
-    block = kv.blocks[layer].to(keys.device, non_blocking=True)
+    block = kv.block(layer).to(keys.device, non_blocking=True)
     packed = CODECS[kv.layout.codec].unpack(block, kv.shape, kv.layout.dtype)
     launch(packed, positions, frequencies, keys, values)
 

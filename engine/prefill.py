@@ -14,7 +14,7 @@ from cache_store.base import KVSource, LoadedChunk, Pause, Waiting
 from engine.base import GenerateRequest, Usage
 from engine.controller import Controller
 from engine.encode import PrefixCache
-from engine.forward import Angles, ForwardPass, Scores, Steps
+from engine.forward import ForwardPass, Scores, Steps
 from engine.model import Model, token_tensor
 from engine.placing import place, place_on_gpu
 from engine.slots import Slots
@@ -87,7 +87,7 @@ class Prefill:
         self.source = source
         self._loaded: list[LoadedChunk] = []  # whose layers from `_placed` on are not in the slots yet
         self._placed = 0
-        self._angles: Angles = {}
+        self._angles: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by kind of layer, of each chunk
         self._phases: list[str] = []  # those that are being timed, the innermost last
         self._mark = 0.0
 
@@ -120,7 +120,11 @@ class Prefill:
             self._loaded = [loaded[index] for index in range(len(chunks))]
             del reading
         self._placed = 0
-        self._angles = self.model.angles(self.layout.context)
+        lengths = list(self.layout.chunk_lengths)
+        self._angles = {
+            kind: list(zip(torch.split(cos, lengths), torch.split(sin, lengths), strict=True))
+            for kind, (cos, sin) in self.model.angles(self.layout.context).items()
+        }
         yield from self._place_through(0 if lazily else self.model.layout.layers - 1)
 
     def _place_through(self, layer: int) -> Generator[Pause, None, None]:
@@ -167,18 +171,14 @@ class Prefill:
 
     def _place(self, layer: int) -> None:
         keys, values = self.slots.data[layer]
-        cos, sin = self._angles[self.model.kind(layer)]
-        start = 0
-        for found, at in zip(self._loaded, self.layout.chunk_starts, strict=True):
-            tokens = found.kv.tokens
+        angles = self._angles[self.model.kind(layer)]
+        for found, at, (cos, sin) in zip(self._loaded, self.layout.chunk_starts, angles, strict=True):
+            end = at + found.kv.tokens
             if self.model.device.type == "cuda":
-                positions = torch.arange(at, at + tokens, device=self.model.device)
+                positions = torch.arange(at, end, device=self.model.device)
                 place_on_gpu(found.kv, layer, positions, self.model.frequencies(layer), keys, values)
             else:
-                slots = slice(at, at + tokens)
-                rows = slice(start, start + tokens)
-                place(found.kv, layer, cos[rows], sin[rows], keys[:, slots], values[:, slots])
-            start += tokens
+                place(found.kv, layer, cos, sin, keys[:, at:end], values[:, at:end])
 
     def start(self, positions: Tensor, slots: Slots | None = None) -> ForwardPass:
         """A pass of the prompt's rows at `positions` (int64 on the CPU, sorted) over the request's slots."""

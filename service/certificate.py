@@ -82,7 +82,7 @@ def certify(model: Model, codecs: Sequence[str]) -> list[Certificate]:
         chosen, logits = _measured(model, prefixes, request, chunks)
         for codec, total in sums.items():
             packed = {
-                key: ChunkKV.pack([kv.layer(i) for i in range(len(kv.blocks))], codec) for key, kv in chunks.items()
+                key: ChunkKV.pack([kv.layer(i) for i in range(kv.layout.layers)], codec) for key, kv in chunks.items()
             }
             theirs, other = _measured(model, prefixes, request, packed)
             kl = functional.kl_div(

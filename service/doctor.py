@@ -159,7 +159,7 @@ def _turned_back(model: Model, chunk: Chunk, layer: int, start: int) -> Tensor:
 def _codec(model: Model, chunk: Chunk, kv: ChunkKV) -> Finding:
     stored = torch.frombuffer(bytearray(b"".join(entry.encode(chunk, kv))), dtype=torch.uint8)
     again = entry.decode(stored, chunk, kv.layout)
-    same = all(torch.equal(a, b) for a, b in zip(kv.blocks, again.blocks, strict=True))
+    same = torch.equal(kv.body, again.body)
     return Finding("codec round trip", same, "every byte is the same" if same else "bytes differ")
 
 
@@ -213,6 +213,6 @@ def _read_rate(tier: KVStore, chunk: Chunk, target: Tensor) -> float:
     found = tier.get(chunk)
     if found is None:
         raise StoreError(f"{tier.name} did not give back what it took")
-    for layer in range(len(found.blocks)):
+    for layer in range(found.layout.layers):
         found.read_into(layer, target[layer, 0], target[layer, 1])
     return found.nbytes / (time.perf_counter() - start) / 1e9

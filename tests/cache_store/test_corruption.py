@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cache_store import entry
-from cache_store.base import ChunkKV, KVLayout, OwnMemory
+from cache_store.base import ALIGN, ChunkKV, KVLayout, OwnMemory
 from cache_store.codec import CODECS
 from cache_store.disk import DiskStore
 from cache_store.redis import RedisStore
@@ -31,7 +31,7 @@ from tests.cache_store.conftest import chunk_of, kv_of, same
 from tests.conftest import RedisServer
 
 TINY = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype=torch.float32)
-HEADER = entry.ALIGN
+HEADER = ALIGN
 WORDS = [b"$", b"-1", b"5", b"100", b"\r\n", b"+OK", b"-ERR", b":1", b"*2", b"12345", b"9" * 30, b"\n"]
 
 
@@ -211,7 +211,7 @@ def test_no_bytes_break_the_parsers(
         def fill(view: memoryview) -> None:
             stream.readinto(view)
 
-        return entry.read(fill, chunk_of(1), layout, landing)
+        return entry.read(fill, chunk_of(1), layout, landing, 1 << 20)
 
     whole = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     parsers: list[Callable[[], ChunkKV | object]] = [

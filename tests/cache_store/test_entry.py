@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cache_store import entry
-from cache_store.base import Chunk, ChunkKV, KVLayout
+from cache_store.base import ALIGN, Chunk, ChunkKV, KVLayout
 from errors import CorruptEntry
 from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
 
@@ -32,14 +32,14 @@ def test_round_trip_is_bit_exact_and_shares_the_buffer(dtype: torch.dtype, token
     assert len(data) == entry.entry_bytes(layout, tokens)
     found = decoded(data, chunk_of(1, tokens), layout)
     assert same(found, kv)
-    data[-entry.ALIGN] ^= 0xFF
+    data[-ALIGN] ^= 0xFF
     assert not same(found, kv)
 
 
 def test_blocks_are_aligned() -> None:
     data = stored(chunk_of(1), kv_of(1))
-    assert len(data) % entry.ALIGN == 0
-    assert len(data) == entry.ALIGN * (1 + LAYOUT.layers)
+    assert len(data) % ALIGN == 0
+    assert len(data) == ALIGN * (1 + LAYOUT.layers)
 
 
 def test_random_mutations_are_all_refused() -> None:
@@ -71,7 +71,7 @@ def test_random_mutations_are_all_refused() -> None:
 
 def test_every_byte_of_the_header_matters() -> None:
     data = stored(chunk_of(1), kv_of(1))
-    for index in range(entry.ALIGN):
+    for index in range(ALIGN):
         data[index] ^= 1
         with pytest.raises(CorruptEntry):
             decoded(data, chunk_of(1), LAYOUT)

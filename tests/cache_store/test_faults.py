@@ -21,7 +21,7 @@ import pytest
 import redis
 
 from cache_store import entry
-from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
+from cache_store.base import ALIGN, KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
 from cache_store.disk import DiskStore
 from cache_store.fetch import Fetch, Room
 from cache_store.memory import MemoryStore
@@ -502,7 +502,7 @@ def test_a_disk_shows_that_it_moves_within_a_layer(tmp_path: Path, monkeypatch: 
 
 def test_bytes_in_flight_are_bounded_and_given_back(tmp_path: Path, redis_server: RedisServer) -> None:
     """Sixty-four loads at once through a window of four entries, some from a tier that fails in the middle."""
-    body = ENTRY - entry.ALIGN
+    body = ENTRY - ALIGN
     disk, far = DiskStore(tmp_path, LAYOUT, 1 << 30), RedisStore(redis_server.url, LAYOUT)
     for number in range(64):
         (disk if number % 2 else far).put(chunk_of(number), kv_of(number))
@@ -529,7 +529,7 @@ def test_an_entry_larger_than_the_window_is_read_alone(tmp_path: Path) -> None:
     store = TieredStore([MemoryStore(0), disk], in_flight_bytes=100)
     fetches = [store.fetch(chunk_of(number)) for number in range(3)]
     assert all(fetch.wait(1 << 30, 30) and same(fetch.kv, kv_of(number)) for number, fetch in enumerate(fetches))
-    assert store.room.peak == ENTRY - entry.ALIGN
+    assert store.room.peak == ENTRY - ALIGN
     store.close()
 
 
@@ -614,7 +614,7 @@ def test_a_tier_that_takes_over_never_takes_back_what_has_arrived(tmp_path: Path
             for layer in range(3):
                 if fetch.wait(layer, 0):
                     assert fetch.kv is not None
-                    seen.append(bool((fetch.kv.blocks[layer] == kv_of(1).blocks[layer]).all()))
+                    seen.append(bool((fetch.kv.block(layer) == kv_of(1).block(layer)).all()))
             if layers == self._fail_at:
                 raise StoreUnavailable("disk tier: it burns")
 

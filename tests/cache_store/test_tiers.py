@@ -23,7 +23,7 @@ from tests.conftest import RedisServer
 from tests.tiny import run
 
 ENTRY = entry.entry_bytes(LAYOUT, 10)
-SIZE = kv_of(0).nbytes
+SIZE = kv_of(0).resident
 
 
 # Memory
@@ -270,7 +270,7 @@ def test_the_backlog_is_bounded_and_drops_are_counted() -> None:
 def test_an_entry_larger_than_the_backlog_is_written_when_nothing_else_waits(tmp_path: Path) -> None:
     kv = kv_of(1)
     disk = DiskStore(tmp_path, LAYOUT, 1 << 30)
-    store = TieredStore([MemoryStore(1 << 30), disk], backlog_bytes=kv.nbytes // 2)
+    store = TieredStore([MemoryStore(1 << 30), disk], backlog_bytes=kv.resident // 2)
     store.put(chunk_of(1), kv)
     store.flush()
     assert disk.get(chunk_of(1)) is not None
