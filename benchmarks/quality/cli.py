@@ -30,8 +30,7 @@ Jobs = Annotated[
     int,
     typer.Option(
         min=1,
-        help="processes that share the cores; times are comparable with 1 only, and what methods have done of the "
-        "prompts at work is computed again after an interruption",
+        help="processes that share the cores; times are comparable with 1 only",
     ),
 ]
 ChunkTokens = Annotated[int, typer.Option(min=16, help="longest chunk")]
@@ -180,14 +179,23 @@ def paper(
 
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(help="a run's file")], b: Annotated[Path, typer.Argument(help="another's")]
+    a: Annotated[Path, typer.Argument(help="a run's file")],
+    b: Annotated[Path, typer.Argument(help="another's, or the same again")],
+    method: Annotated[str | None, typer.Option(help="of A, as tables name it: 'prophetkv ratio=0.2'")] = None,
+    other: Annotated[str | None, typer.Option(help="of B; default: the same")] = None,
 ) -> None:
-    """Paired differences with intervals of two runs, on the prompts that both have, and what else differs."""
+    """Paired differences with intervals of two runs, on the prompts that both have, and what else differs.
+
+    Methods of the same name are paired, or the two that are named.
+    """
     with _failing():
         from benchmarks.quality.commands import differences
         from benchmarks.quality.results import load
 
-        print(f"# A, {a.name}, against B, {b.name}\n{differences(load(a), load(b))}")
+        if other is not None and method is None:
+            raise InvalidInput("--other needs --method", field="method")
+        pair = None if method is None else (method, other or method)
+        print(f"# A, {a.name}, against B, {b.name}\n{differences(load(a), load(b), pair)}")
 
 
 @app.command()

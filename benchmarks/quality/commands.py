@@ -21,7 +21,7 @@ from benchmarks.quality.paper.job import Data, Job, Scale
 from benchmarks.quality.results import Record, load, open_results
 from benchmarks.quality.runner import Budget, Workers, run
 from benchmarks.quality.suites import Plan
-from benchmarks.quality.summary import MEASURES, summary
+from benchmarks.quality.summary import MEASURES, machines, summary
 from errors import ConfigError, InvalidInput
 from service.models import resolve_language_model
 from service.settings import load_settings
@@ -81,10 +81,10 @@ def model_source(model: str | None) -> tuple[ModelSource, int]:
     return ModelSource(name, folder, settings.device, settings.dtype, settings.kv_codec), settings.threads
 
 
-def differences(a: Run, b: Run) -> str:
-    """Which settings differ, what could not be paired, and tables of run `a` against `b` by each measure of both.
+def differences(a: Run, b: Run, pair: tuple[str, str] | None = None) -> str:
+    """What differs of settings and machines, what was not paired, and tables of run `a` against `b` by each measure.
 
-    Raises InvalidInput when there is none.
+    pair: a method of each; see `compare`, which raises InvalidInput when there is nothing to compare.
     """
     (ours, mine), (theirs, others) = a, b
     lines = [
@@ -92,7 +92,10 @@ def differences(a: Run, b: Run) -> str:
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     ]
-    found = compare(mine, others)
+    made = [", ".join(machine or "a machine unknown" for machine, _ in machines(side)) for side in (mine, others)]
+    if made[0] != made[1]:
+        lines.append(f"- A is from {made[0]}, B from {made[1]}")
+    found = compare(mine, others, pair=pair)
     sides = (("A", mine, {gap.method for gap in found}), ("B", others, {gap.other for gap in found}))
     for side, records, paired in sides:
         if left := [name for name in dict.fromkeys(record.method for record in records) if name not in paired]:
@@ -100,7 +103,9 @@ def differences(a: Run, b: Run) -> str:
     tables = [f"\n## score\n\n{gap_table(found).markdown()}"]
     for measure in MEASURES[1:]:
         try:
-            tables.append(f"\n## {measure}\n\n{gap_table(compare(mine, others, measure=measure)).markdown()}")
+            tables.append(
+                f"\n## {measure}\n\n{gap_table(compare(mine, others, measure=measure, pair=pair)).markdown()}"
+            )
         except InvalidInput:
             continue
     return "".join([*(f"\n{line}" for line in lines), "\n" if lines else "", *tables])
@@ -113,7 +118,7 @@ def reproduce_paper(model: str | None, budget: Budget, data: Data, out: Path, sc
     except ImportError as error:
         raise ConfigError("the figures need matplotlib: pip install 'prophetkv-service[eval]'") from error
     source, threads = model_source(model)
-    job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True))
+    job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True), source.codec)
     check(job)
     done = reproduce(job, budget, shlex.join(["prophetkv", *sys.argv[1:]]))
     print(out / "index.md")

@@ -65,16 +65,25 @@ def gaps(
     ]
 
 
-def compare(a: Sequence[Record], b: Sequence[Record], *, measure: Measure = "score") -> list[Gap]:
+def compare(
+    a: Sequence[Record], b: Sequence[Record], *, measure: Measure = "score", pair: tuple[str, str] | None = None
+) -> list[Gap]:
     """Run `a` against run `b` on the prompts that both have.
 
-    Methods of the same name are compared, and of those that are left a strategy that each run has with one set of
-    options (ratio 0.1 here, ratio 0.2 there). Raises InvalidInput when no two of these share a prompt.
+    pair: a method of `a` and one of `b`. Without it methods of the same name are compared, and of those that are left a
+    strategy that each run has with one set of options (ratio 0.1 here, ratio 0.2 there). Raises InvalidInput when no
+    two of these share a prompt, or a run lacks the method that is named.
     """
     ours, theirs = _by_method(a), _by_method(b)
-    pairs = [(method, method) for method in ours if method in theirs]
-    left, right = _single_strategies(ours, theirs), _single_strategies(theirs, ours)
-    pairs += [(left[strategy], right[strategy]) for strategy in left if strategy in right]
+    if pair is None:
+        pairs = [(method, method) for method in ours if method in theirs]
+        left, right = _single_strategies(ours, theirs), _single_strategies(theirs, ours)
+        pairs += [(left[strategy], right[strategy]) for strategy in left if strategy in right]
+    else:
+        for name, methods in zip(pair, (ours, theirs), strict=True):
+            if name not in methods:
+                raise InvalidInput(f"no records of {name!r}; there are {', '.join(methods)}", field="method")
+        pairs = [pair]
     found = [gap for mine, other in pairs for gap in _differences(ours[mine], theirs[other], measure, {})]
     if not found:
         raise InvalidInput("the two runs have no method with the same prompts in common")
@@ -97,7 +106,7 @@ def orderings(records: Sequence[Record], *, measure: Measure = "score") -> list[
 def uninformative(records: Sequence[Record], *, reference: str = "full", floor: str = "none") -> list[tuple[str, str]]:
     """(suite, task) that tell nothing about reuse: full prefill is not shown to be better than no context by enough.
 
-    Empty without records of both.
+    By a one-sided test: that it is worse is not expected. Empty without records of both.
     """
     methods = _by_method(records)
     if reference not in methods or floor not in methods:
@@ -105,7 +114,7 @@ def uninformative(records: Sequence[Record], *, reference: str = "full", floor: 
     telling = {
         (gap.suite, gap.task)
         for gap in _differences(methods[reference], methods[floor], "score", {})
-        if gap.difference.is_clear and gap.difference.mean >= LEAST_SPAN
+        if gap.difference.is_above and gap.difference.mean >= LEAST_SPAN
     }
     return [task for task in dict.fromkeys((record.suite, record.task) for record in records) if task not in telling]
 

@@ -265,14 +265,15 @@ def _lines(path: Path, metric: Metric) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             try:
                 yield _checked(json.loads(line.decode()), metric)
-            except (ValueError, KeyError, TypeError, InvalidInput) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, InvalidInput) as error:
                 raise InvalidInput(f"{path}: line {number} is malformed: {error}", field="longbench") from error
 
 
 def _checked(line: Any, metric: Metric) -> dict[str, Any]:
     answers, classes = line["answers"], line.get("all_classes") or []
     texts = (line["input"], line["context"], *answers, *classes)
-    if not (isinstance(answers, list) and answers and all(isinstance(text, str) for text in texts)):
+    lists = isinstance(answers, list) and isinstance(classes, list)
+    if not (lists and answers and all(isinstance(text, str) for text in texts)):
         raise ValueError("input, context, answers or all_classes is missing, empty or not text")
     if metric == "classification" and not classes:
         raise ValueError("all_classes is empty: there is nothing to choose from")

@@ -68,7 +68,7 @@ def _squad(data: Any) -> QuestionSet:
             questions += [
                 Question(entry["question"], tuple(answer["text"] for answer in entry["answers"]), (gold,), related)
                 for entry in paragraph["qas"]
-                if not entry.get("is_impossible", False)
+                if entry["answers"] and not entry.get("is_impossible", False)
             ]
     return QuestionSet(tuple(number), tuple(questions))
 

@@ -130,7 +130,7 @@ def open_results(path: Path, settings: Mapping[str, Any]) -> Iterator[ResultFile
         records: list[Record] = []
         if whole:
             stored, records = _parse(path, whole)
-            _check_settings(path, stored, json.loads(first)["settings"])
+            check_settings(path, stored, json.loads(first)["settings"])
         elif not first.startswith(content):
             raise InvalidInput(f"{path} holds no run")
         os.truncate(descriptor, len(whole))  # only now: what is no run's file stays as it is
@@ -200,7 +200,8 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record]]:
     return settings, list(records.values())
 
 
-def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises ConfigError when the run at `path` was made with other settings than are wanted."""
     differing = [
         f"{name} was {stored.get(name)!r} and is now {wanted.get(name)!r}"
         for name in sorted({*stored, *wanted})

@@ -21,7 +21,7 @@ from benchmarks.quality.ruler_tasks import (
     variable_tracking,
 )
 from benchmarks.quality.sample import Sample, choose
-from errors import InvalidInput
+from errors import InvalidInput, PromptTooLong
 from retriever.documents import TextEncoder
 
 _NEEDLES = {
@@ -76,10 +76,15 @@ class Ruler:
         """The tasks that can be made, in RULER's order."""
         return tuple(task for task in TASKS if task not in self.not_run)
 
+    def count(self, task: str, samples: int) -> int:
+        """How many samples there are of a task where so many are asked for: no question comes twice."""
+        return min(samples, len(self._questions[task].questions)) if task in self._questions else samples
+
     def sample(self, task: str, index: int) -> Sample:
         """Sample `index` of a task. The same seed, text and tokenizer give the same sample.
 
-        Raises InvalidInput for an unknown task, one that is not run, or a length that the task does not fit into.
+        Raises InvalidInput for an unknown task or one that is not run, PromptTooLong when it does not fit into the
+        length.
         """
         if task not in self.tasks:
             reason = self.not_run.get(task, f"there are {', '.join(TASKS)}")
@@ -89,7 +94,7 @@ class Ruler:
         budget = self._length - draft.max_tokens - fixed
         units = _largest(lambda count: self._tokens(draft.context(count)), budget, draft.least, draft.most or budget)
         if units < draft.least:
-            raise InvalidInput(f"{task} does not fit into {self._length} tokens", field="length")
+            raise PromptTooLong(f"{task} {index} does not fit into {self._length} tokens")
         return Sample(
             suite=f"ruler-{self._length}",
             task=task,
@@ -114,7 +119,7 @@ class Ruler:
             return frequent_words(chance, self._length)
         source = self._questions[task]
         order = choose(len(source.questions), len(source.questions), self._seed)
-        return question_answering(source, order[index % len(order)], chance)
+        return question_answering(source, order[index], chance)
 
     def _tokens(self, text: str) -> int:
         return len(self._encode(text)[0])

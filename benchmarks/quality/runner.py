@@ -10,9 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean
+from itertools import chain
+from multiprocessing.queues import SimpleQueue
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,7 +24,9 @@ from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record, ResultFile
 from benchmarks.quality.suites import Plan, PromptId
-from errors import PromptTooLong
+from errors import ConfigError, PromptTooLong
+
+_DAY, _MOMENT = 86400.0, 0.2  # seconds
 
 
 @dataclass(slots=True)
@@ -67,9 +72,8 @@ def run(
 ) -> Outcome:
     """Computes what is missing, as far as the budget goes; a prompt that would overrun it is not begun.
 
-    The first one is begun in any case, for nothing is known of its cost before, and may overrun a part of a budget. The
-    whole cuts any: no method is begun after its end. A prompt that does not fit the model's window has records that say
-    so.
+    Of the first one's cost nothing is known before, so it is begun and may overrun a part of a budget. The whole cuts
+    any: no method is begun after its end. A prompt that does not fit the model's window has records that say so.
     """
     missing = [
         (prompt, lacking) for prompt in plan.prompts if (lacking := _lacking(evaluator, prompt, methods, results))
@@ -100,9 +104,13 @@ def run(
                 yield Work(sample, lacking, time.perf_counter() - begun)
 
     with progress(console, total) as advance:
-        for records in _computed(work(), evaluator, workers, budget.whole_end):
-            for record in records:
-                keep(record)
+        end = budget.whole_end
+        if workers is not None:
+            records = workers.records(work(), end)
+        else:
+            records = chain.from_iterable(_until(end, evaluator.records(one)) for one in work())
+        for record in records:
+            keep(record)
     return outcome
 
 
@@ -110,17 +118,40 @@ class Workers:
     """Processes that each hold the model. Their threads share the cores."""
 
     def __init__(self, count: int, source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
-        self.count = count
+        self._count = count
+        context = multiprocessing.get_context("spawn")  # a forked torch hangs
+        self._records: SimpleQueue[Record] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(
-            count,
-            multiprocessing.get_context("spawn"),  # a forked torch hangs
-            _begin_worker,
-            (source, chunk_tokens, max(1, threads // count)),
+            count, context, _begin_worker, (source, chunk_tokens, max(1, threads // count), self._records)
         )
 
-    def submit(self, work: Work, end: float) -> Future[list[Record]]:
-        """All records of a prompt, as far as they are begun before `end`."""
-        return self._pool.submit(_worker_records, work, end)
+    def records(self, work: Iterable[Work], end: float) -> Iterator[Record]:
+        """The records of every prompt as each is done, as far as they are begun before `end`.
+
+        Raises ConfigError when a process has died.
+        """
+        running: set[Future[None]] = set()
+        for one in work:
+            running.add(self._pool.submit(_work, one, end))
+            while len(running) == self._count:
+                yield from self._arrived(running)
+        while running:
+            yield from self._arrived(running)
+
+    def _arrived(self, running: set[Future[None]]) -> Iterator[Record]:
+        """What has come after a moment, or as soon as one of the futures is done; it is taken out of `running`."""
+        done, _ = wait(running, timeout=_MOMENT, return_when=FIRST_COMPLETED)
+        while not self._records.empty():
+            yield self._records.get()
+        running -= done
+        for future in done:
+            try:
+                future.result()
+            except BrokenProcessPool as error:
+                raise ConfigError(
+                    "a process that computed records has died, of too little memory perhaps; what is done is kept, the "
+                    "same command with fewer --jobs goes on"
+                ) from error
 
     def close(self) -> None:
         """Ends the processes once they have done what they are at."""
@@ -131,10 +162,12 @@ class Workers:
 def progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     """A bar with the time that is left; gives what is called after each step with its name.
 
-    Where there is no terminal, a line says every twentieth of the way.
+    The time is judged by all steps so far: some take a minute. Where there is no terminal, a line says every twentieth
+    of the way.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+    text = TextColumn("{task.description}")
+    with Progress(*columns, text, console=console, transient=True, speed_estimate_period=_DAY) as bar:
         task = bar.add_task("", total=total)
         done = 0
 
@@ -143,8 +176,9 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
             done += 1
             bar.update(task, advance=1, description=name)
             if not console.is_terminal and done * 20 // total > (done - 1) * 20 // total:
-                left = (bar.tasks[0].time_remaining or 0) / 60
-                console.print(f"{done} of {total}, {left:.0f} minutes left: {name}", highlight=False)
+                left = bar.tasks[0].time_remaining
+                told = "" if left is None else f", {left / 60:.0f} minutes left"
+                console.print(f"{done} of {total}{told}: {name}", highlight=False)
 
         yield advance
 
@@ -157,10 +191,12 @@ class _Pace:
         self._spent: dict[tuple[str, str, int], float] = defaultdict(float)
 
     def allows(self, prompt: PromptId) -> bool:
+        if time.monotonic() >= self._budget.whole_end:
+            return False
         if not self._spent:
             return True
         alike = [spent for key, spent in self._spent.items() if key[:2] == (prompt.suite, prompt.task)]
-        return self._budget.left() > fmean(alike or self._spent.values())
+        return self._budget.left() > median(alike or self._spent.values())  # a machine stalls at times
 
     def observe(self, record: Record) -> None:
         if not record.timings:
@@ -177,41 +213,26 @@ def _lacking(
     return tuple(method for method in methods if (*where, method.name) not in results)
 
 
-def _computed(
-    work: Iterable[Work], evaluator: Evaluator, workers: Workers | None, end: float
-) -> Iterator[Iterable[Record]]:
-    """The records of every prompt, as they come."""
-    if workers is None:
-        for one in work:
-            yield _until(end, evaluator.records(one))
-        return
-    running: set[Future[list[Record]]] = set()
-    for one in work:
-        running.add(workers.submit(one, end))
-        if len(running) == workers.count:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    for future in running:
-        yield future.result()
-
-
 def _until(end: float, records: Iterable[Record]) -> Iterator[Record]:
-    """The first, and those after it that are begun before `end`."""
+    """The first, and those after it that are begun before `end`, of time.monotonic()."""
     for record in records:
         yield record
         if time.monotonic() >= end:
             return
 
 
-_evaluator: Evaluator | None = None  # of a worker process
+_worker: tuple[Evaluator, SimpleQueue[Record]] | None = None  # of a worker process
 
 
-def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
-    global _evaluator
-    _evaluator = Evaluator(source.load(threads), source.name, chunk_tokens, source.codec)
-    _evaluator.warm_up()
+def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int, records: SimpleQueue[Record]) -> None:
+    global _worker
+    evaluator = Evaluator(source.load(threads), source.name, chunk_tokens, source.codec)
+    evaluator.warm_up()
+    _worker = evaluator, records
 
 
-def _worker_records(work: Work, end: float) -> list[Record]:
-    assert _evaluator is not None
-    return list(_until(end, _evaluator.records(work)))
+def _work(work: Work, end: float) -> None:
+    assert _worker is not None
+    evaluator, records = _worker
+    for record in _until(end, evaluator.records(work)):
+        records.put(record)

@@ -10,6 +10,8 @@ import numpy as np
 # With five differences, all of one sign, a two-sided sign test is at 0.06: no interval makes fewer than six a finding.
 # Ties say nothing of the sign, but the bootstrap is narrowed by them: four of twelve that differ would exclude 0.
 LEAST_PAIRS = 6
+# Where only one sign is asked for, five are enough (0.03).
+LEAST_PAIRS_ONE_SIDED = 5
 # A span of less between no context and full prefill (5 points of 100) is too little to measure a share of.
 LEAST_SPAN = 0.05
 _ROUNDING = 1e-9  # a bound that is 0 but for the sum's rounding is 0
@@ -32,6 +34,11 @@ class Interval:
     def is_clear(self) -> bool:
         """The sign of the mean may be claimed: the interval excludes 0, and enough pairs differ."""
         return self.differing >= LEAST_PAIRS and (self.low > _ROUNDING or self.high < -_ROUNDING)
+
+    @property
+    def is_above(self) -> bool:
+        """The mean may be called positive where nothing else was expected."""
+        return self.differing >= LEAST_PAIRS_ONE_SIDED and self.low > _ROUNDING
 
 
 def mean_interval(

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.quality import longbench, musique, ruler
 from benchmarks.quality.haystack import read_sentences
 from benchmarks.quality.sample import Sample, choose
-from errors import InvalidInput
+from errors import InvalidInput, PromptTooLong
 from retriever.documents import TextEncoder
 
 # The halves of a truncated text, tokenised again, may have a few tokens more.
@@ -74,13 +74,18 @@ def ruler_plan(
     for task in tasks:
         if task in first.not_run:
             raise InvalidInput(f"{task} {first.not_run[task]}", field="tasks")
-    order = [PromptId(suite, task, index) for index in indices for suite in made for task in wanted]
+    counts = {task: first.count(task, samples) for task in wanted}
+    order = [
+        PromptId(suite, task, index) for index in indices for suite in made for task in wanted if index < counts[task]
+    ]
 
     def make(prompt: PromptId) -> Sample:
         return made[prompt.suite].sample(prompt.task, prompt.index)
 
-    # Made now, to say at once what does not fit.
-    first_of_each = {prompt: make(prompt) for prompt in order if prompt.index == 0}
+    try:  # now, to say at once what does not fit
+        first_of_each = {prompt: make(prompt) for prompt in order if prompt.index == 0}
+    except PromptTooLong as error:
+        raise InvalidInput(str(error), field="lengths") from error
     return Plan(
         tuple(order),
         lambda prompt: first_of_each.get(prompt) or make(prompt),

@@ -24,6 +24,7 @@ _WORDS: dict[Measure, tuple[str, str, str, int]] = {
         -1,
     ),
 }
+_SUBJECT = "prophetkv"  # the strategy whose first method the others are set against
 # What the harness spends its time on beside prefills.
 _WORK = ("prepare", "encode", "decode", "forced", "score")
 
@@ -43,6 +44,12 @@ def summary(settings: Mapping[str, Any], records: Sequence[Record]) -> str:
             found = gaps(records, measure=measure)
             if found:
                 lines += ["", f"## Gap to full prefill: {measure}", "", gap_table(_ends(found)).markdown()]
+    if subject := next((record.method for record in records if record.strategy == _SUBJECT), None):
+        rivals = [record for record in records if record.strategy not in (FULL, NONE)]
+        for measure in MEASURES:
+            found = gaps(rivals, reference=subject, measure=measure)
+            if found:
+                lines += ["", f"## Against {subject}: {measure}", "", gap_table(_ends(found)).markdown()]
     lines += ["", *findings(records), "", "## Where the time went", "", time_split(records).markdown()]
     return "\n".join(lines) + "\n"
 

@@ -160,11 +160,23 @@ def test_failures_are_no_pairs() -> None:
 def test_tasks_that_full_prefill_cannot_do_are_flagged() -> None:
     records = run(
         {
-            "full": {"good": [1.0] * 8, "no better": [0.5] * 8, "noisy": [1.0, 0.0] * 4, "hardly": [0.04] * 8},
-            "none": {"good": [0.0] * 8, "no better": [0.5] * 8, "noisy": [0.0, 1.0] * 4, "hardly": [0.0] * 8},
+            "full": {
+                "five of six": [1.0] * 5 + [0.0],
+                "good": [1.0] * 8,
+                "no better": [0.5] * 8,
+                "noisy": [1.0, 0.0] * 4,
+                "hardly": [0.04] * 8,
+            },
+            "none": {
+                "five of six": [0.0] * 6,
+                "good": [0.0] * 8,
+                "no better": [0.5] * 8,
+                "noisy": [0.0, 1.0] * 4,
+                "hardly": [0.0] * 8,
+            },
         }
     )
-    records += run({"full": {"few": [1.0] * 5, "worse": [0.0] * 8}, "none": {"few": [0.0] * 5, "worse": [1.0] * 8}})
+    records += run({"full": {"few": [1.0] * 4, "worse": [0.0] * 8}, "none": {"few": [0.0] * 4, "worse": [1.0] * 8}})
     records += [record("full", task="alone"), record("none", task="alone", error="NumericalFault: NaN")]
     idle = ("no better", "noisy", "hardly", "few", "worse", "alone")
     assert uninformative(records) == [("suite", task) for task in idle]
@@ -186,6 +198,26 @@ def test_a_strategy_with_several_options_is_not_guessed_at() -> None:
     a = run({"full": {"one": [1.0]}, "prophetkv ratio=0.1": {"one": [0.5]}, "prophetkv ratio=0.3": {"one": [0.5]}})
     b = run({"full": {"one": [1.0]}, "prophetkv ratio=0.2": {"one": [1.0]}})
     assert [gap.method for gap in compare(a, b)] == ["full"]
+
+
+def test_two_methods_can_be_named() -> None:
+    a = run(
+        {"full": {"one": [1.0] * 8}, "prophetkv ratio=0.1": {"one": [0.5] * 8}, "epic ratio=0.1": {"one": [0.25] * 8}}
+    )
+    (gap,) = compare(a, a, pair=("prophetkv ratio=0.1", "epic ratio=0.1"))
+    assert (gap.method, gap.other, gap.difference.mean) == ("prophetkv ratio=0.1", "epic ratio=0.1", 0.25)
+    with pytest.raises(
+        InvalidInput, match=r"no records of 'epic'; there are full, prophetkv ratio=0\.1, epic ratio=0\.1"
+    ):
+        compare(a, a, pair=("full", "epic"))
+
+
+def test_the_page_sets_the_others_against_prophetkv() -> None:
+    page = summary(
+        {}, run({name: {"one": [0.5] * 8} for name in ("full", "naive", "prophetkv ratio=0.2", "epic ratio=0.2")})
+    )
+    section = page.split("## Against prophetkv ratio=0.2: score")[1].split("##")[0]
+    assert [line.split(" | ")[2] for line in section.splitlines() if " score " in line] == ["naive", "epic ratio=0.2"]
 
 
 def test_a_run_is_of_one_model_and_has_a_reference() -> None:

@@ -161,6 +161,8 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     [
         ("trec", {}, "all_classes is empty"),
         ("lsht_e", {"all_classes": []}, "all_classes is empty"),
+        ("trec", {"all_classes": "Food"}, "all_classes is missing, empty or not text"),
+        ("hotpotqa", {"length": float("inf")}, "cannot convert float infinity to integer"),
         ("passage_retrieval_en", {}, "'in the north' names no paragraph, such as 'Paragraph 12'"),
         ("passage_retrieval_zh_e", {"answers": ["段落3", "Paragraph 3"]}, "'Paragraph 3' names no .* '段落12'"),
     ],

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.quality.evaluator import Evaluator
-from benchmarks.quality.measure import PromptRun
-from benchmarks.quality.methods import Method
+from benchmarks.quality.measure import Measured, PromptRun
+from benchmarks.quality.methods import Method, parse_methods
 from benchmarks.quality.paper import figures, tables
 from benchmarks.quality.paper.artefacts import Artefact
 from benchmarks.quality.paper.attention import (
@@ -23,7 +23,7 @@ from benchmarks.quality.paper.attention import (
     _attended_while_decoding,
     oracle_methods,
 )
-from benchmarks.quality.paper.job import RULER_NAMES, Data, Job, Scale, means
+from benchmarks.quality.paper.job import RULER_NAMES, Data, Job, Scale, difference, mean, shared
 from benchmarks.quality.paper.published import (
     LONGBENCH,
     LONGBENCH_EXTENDED,
@@ -33,12 +33,12 @@ from benchmarks.quality.paper.published import (
     RULER_16K,
     TTFT,
 )
-from benchmarks.quality.paper.reproduce import Part, check, reproduce
+from benchmarks.quality.paper.reproduce import PARTS, Part, check, reproduce
 from benchmarks.quality.runner import Budget
 from benchmarks.quality.sample import Sample
 from benchmarks.quality.suites import PromptId
 from engine.model import Model
-from errors import ConfigError, InvalidInput, PromptTooLong
+from errors import ConfigError, InvalidInput, NumericalFault, PromptTooLong
 from tests.benchmarks.records import record
 from tests.benchmarks.test_runner import write_longbench, write_musique
 from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, one_thread, sample
@@ -76,7 +76,14 @@ def test_the_folder_is_complete(model: Model, tmp_path: Path, monkeypatch: pytes
     for stem in FIGURES:
         assert (asked.out / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
     page = (asked.out / "index.md").read_text()
-    for told in ("`prophetkv eval paper`", "model: tiny, float32 on", "machine:", "seed 0", "date: 20", "torch"):
+    for told in (
+        "`prophetkv eval paper`",
+        "model: tiny, float32, KV codec raw, on",
+        "machine:",
+        "seed 0",
+        "date: 20",
+        "torch",
+    ):
         assert told in page
     assert page.count("![") == len(FIGURES)
     assert page.count("\nThe paper, ") == len(FIGURES) + 6
@@ -105,16 +112,66 @@ def test_times_are_of_interleaved_rounds_and_kept(model: Model, tmp_path: Path) 
     assert table.table is not None
     assert [line[0] for line in table.table.rows] == [600, 700]
     assert table.table.rows[0] == row  # not measured again
-    (table,) = tables.ttft_table(of(800, 900), Budget(0.001))
-    assert "the budget left out 900 tokens" in table.notes[0]
+    for budget in (Budget(0), Budget(60).part(1e-9)):
+        (table,) = tables.ttft_table(of(600, 900), budget)
+        assert "the budget left out 900 tokens" in table.notes[0]
+        assert table.table is not None
 
 
-def test_what_the_budget_does_not_allow_is_said(model: Model, tmp_path: Path) -> None:
+def test_what_the_budget_does_not_allow_is_said_and_what_there_is_is_kept(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "SMALL_RATIOS", (0.05, 0.2))
     asked = job(model, tmp_path)
     assert reproduce(asked, Budget(0), "prophetkv")
     page = (tmp_path / "index.md").read_text()
-    assert page.count("**Not run.**") == page.count("the budget was spent before") > 8
-    assert not list(tmp_path.glob("*.png"))
+    assert page.count("**Not run.**") > 8
+    assert page.count("the budget left out") > 8
+    assert [path.name for path in tmp_path.glob("*.png")] == ["figure-2.png"]
+    assert figures.figure_6(asked, Budget(10))[0].table is not None
+    assert reproduce(asked, Budget(0), "prophetkv")
+    page = (tmp_path / "index.md").read_text()
+    assert "1 of 1 prompts are done, records in residual.jsonl" in page
+    assert (tmp_path / "figure-6.png").exists()
+
+
+def test_records_of_other_settings_are_refused_and_the_page_stays(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.quality.paper.reproduce.PARTS", PARTS[1:3])
+    asked = job(model, tmp_path)
+    assert reproduce(asked, Budget(10), "prophetkv")
+    page = (tmp_path / "index.md").read_bytes()
+    for other in (
+        replace(asked, scale=replace(asked.scale, seed=1)),
+        replace(asked, codec="int8"),
+        replace(asked, name="another"),
+    ):
+        with pytest.raises(ConfigError, match="is a run with other settings"):
+            reproduce(other, Budget(10), "prophetkv")
+    with pytest.raises(ConfigError, match="model was 'tiny' and is now 'another'"):
+        tables.ttft_table(replace(asked, name="another"), Budget(10))
+    assert (tmp_path / "index.md").read_bytes() == page
+
+
+def test_a_figure_of_chunk_sizes_compares_the_same_prompts(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What chunks do not touch is the same at every size, however many prompts each has."""
+    monkeypatch.setattr(figures, "CHUNK_SIZES", (128, 512))
+    asked = replace(job(model, tmp_path), scale=Scale([620], 3, 0, ["vt"]))
+    evaluator = asked.evaluator()
+    methods = parse_methods([*figures.CURVES, "naive"], [0.2], model.layout.layers)
+    asked.run("ruler", evaluator, asked.ruler(evaluator, [620]), methods, Budget(10))
+    one = replace(asked, scale=replace(asked.scale, samples=1))
+    one.run("ruler-chunks-128", one.evaluator(chunk_tokens=128), one.ruler(evaluator, [620]), methods, Budget(10))
+    (figure,) = figures.figure_10(asked, Budget(0))
+    assert figure.table is not None
+    rows = {row[1]: row[2:] for row in figure.table.rows}
+    assert rows["full"][0] == 1
+    assert rows["full"][1] == rows["full"][2]
+    assert figure.detail is not None
+    assert {row[3] for row in figure.detail.rows} == {1}
 
 
 def test_a_part_that_fails_is_said_and_the_others_go_on(
@@ -251,19 +308,45 @@ def test_recomputing_everything_recovers_everything(model: Model, run: PromptRun
     assert found["phi", 0.1][1] < 1.0
 
 
+def test_what_fails_on_one_prompt_is_said_and_the_next_goes_on(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(job(model, tmp_path), scale=Scale([620], 2, 0, ["vt"]))
+    evaluator = asked.evaluator(Overlaps)
+    plan = asked.ruler(evaluator, [620])
+    first = plan.make(plan.prompts[0]).digest
+    full = PromptRun.full
+
+    def fail(run: PromptRun) -> Measured:
+        if failing.pop():
+            raise NumericalFault("NaN")
+        return full(run)
+
+    failing = [False, True]
+    monkeypatch.setattr(PromptRun, "full", fail)
+    methods = [QUERY, Method("epic", {"ratio": 0.2})]
+    records, notes = asked.run("overlap", evaluator, plan, methods, Budget(10))
+    assert [record.method for record in records] == ["query", "epic ratio=0.2"]
+    assert first not in {record.digest for record in records}
+    assert "2 records are of failures" in notes[1]
+    assert notes[1].endswith("NumericalFault: NaN")
+
+
 def test_a_curve_lacks_what_failed_on_every_prompt() -> None:
     records = [record(method) for method in ("full", "none", "prophetkv ratio=0.2", "epic ratio=0.1")]
     lines = figures._accuracy_lines(records)
-    assert lines["prophetkv"] == [(0.2, 100.0), (1.0, 100.0)]
-    assert lines["none"] == [(0.0, 100.0), (1.0, 100.0)]
+    assert [ratio for ratio, _ in lines["prophetkv"]] == [0.2, 1.0]
+    assert [ratio for ratio, _ in lines["none"]] == [0.0, 1.0]
 
 
 def test_means_are_of_shared_prompts() -> None:
     records = [record("a", 0, 1.0), record("a", 1, 0.0), record("b", 0, 0.5)]
-    found = means(records, lambda one: one.method)
-    assert {name: (interval.mean, interval.pairs) for name, interval in found.items()} == {"a": (1.0, 1), "b": (0.5, 1)}
-    assert means([record("a", 0), record("b", 1)], lambda one: one.method) == {}
-    assert means([], lambda one: one.method) == {}
+    found = shared(records, lambda one: one.method)
+    told = {name: (mean(values).mean, mean(values).pairs) for name, values in found.items()}
+    assert told == {"a": (1.0, 1), "b": (0.5, 1)}
+    assert difference(found["a"], found["b"]).mean == 0.5
+    assert shared([record("a", 0), record("b", 1)], lambda one: one.method) == {}
+    assert shared([], lambda one: one.method) == {}
 
 
 def test_the_papers_numbers_add_up() -> None:

@@ -19,7 +19,7 @@ from benchmarks.quality.ruler import TASKS, Ruler, score
 from benchmarks.quality.sample import Sample, segments
 from benchmarks.quality.words import ADJECTIVES, NOUNS, VERBS
 from engine.model import load_tokenizer
-from errors import ConfigError, InvalidInput
+from errors import ConfigError, InvalidInput, PromptTooLong
 from retriever.documents import TextEncoder
 
 MADE = tuple(task for task in TASKS if not task.startswith("qa"))
@@ -208,7 +208,7 @@ def test_the_three_coded_words_are_the_most_frequent(hay: Path, length: int) -> 
 
 
 def test_what_does_not_fit_is_refused(make: Callable[..., Ruler]) -> None:
-    with pytest.raises(InvalidInput, match="vt does not fit into 300 tokens"):
+    with pytest.raises(PromptTooLong, match="vt 0 does not fit into 300 tokens"):
         make(300).sample("vt", 0)
 
 
@@ -311,6 +311,7 @@ def squad(tmp_path: Path) -> Path:
                             "is_impossible": False,
                         },
                         {"question": "Impossible?", "answers": [], "is_impossible": True},
+                        {"question": "Not answered?", "answers": []},
                     ],
                 }
                 for number in range(5)
@@ -359,6 +360,7 @@ def test_questions_stand_among_documents_that_answer_them(encode: TextEncoder, s
         assert score(sample, "It is other.") == 0.0
     assert len(positions) > 2
     assert len({ruler.sample("qa_1", index).question for index in range(30)}) == 30
+    assert [ruler.count(task, 40) for task in ("qa_1", "qa_2", "vt")] == [30, 12, 40]
     hotpot = ruler.sample("qa_2", 0)
     assert hotpot.context[0].count(hotpot.answers[0]) == 3
     assert hotpot.answer_prefix == " Answer:"

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +20,7 @@ from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
 from benchmarks.quality.paper.attention import QUERY, Overlaps
 from benchmarks.quality.results import Record, load, open_results
-from benchmarks.quality.runner import Budget, Workers, run
+from benchmarks.quality.runner import Budget, Workers, progress, run
 from benchmarks.quality.sample import Sample
 from benchmarks.quality.suites import Plan, PromptId, longbench_plan, musique_plan, ruler_plan
 from benchmarks.quality.summary import summary, time_split
@@ -235,20 +240,38 @@ def test_without_full_prefill_there_is_no_divergence(
 # Budgets
 
 
-def test_a_spent_budget_computes_one_record(
-    source: ModelSource, evaluator: Evaluator, whole: Path, tmp_path: Path
+class Slow(Evaluator):
+    """Takes a second for every record but the first."""
+
+    def records(self, work: Work) -> Iterator[Record]:
+        for record in super().records(work):
+            yield record
+            time.sleep(1.0)
+
+
+def test_the_end_of_a_budget_cuts_a_prompt_and_nothing_is_lost(
+    evaluator: Evaluator, whole: Path, tmp_path: Path
 ) -> None:
-    """So that a rerun always comes further, in this process and in others."""
     path = tmp_path / "run.jsonl"
     outcome = run_into(path, evaluator, minutes=0)
-    assert (outcome.added, outcome.left) == (1, 31)
-    workers = Workers(1, source, CHUNK_TOKENS, threads=1)
-    try:
-        assert run_into(path, evaluator, minutes=0, workers=workers).added == 1
-    finally:
-        workers.close()
-    assert run_into(path, evaluator, minutes=60).left == 0
+    assert (outcome.added, outcome.left) == (0, 32)
+    outcome = run_into(path, Slow(evaluator.model, "tiny", CHUNK_TOKENS), minutes=1 / 60)
+    assert 0 < outcome.added < 8
+    assert run_into(path, evaluator).left == 0
     assert without_times(load(path)[1]) == without_times(load(whole)[1])
+
+
+def test_a_process_that_dies_loses_nothing_that_was_done(source: ModelSource, whole: Path) -> None:
+    workers = Workers(1, source, CHUNK_TOKENS, threads=1)
+    records = workers.records((Work(sample(index), tuple(methods())) for index in range(40)), math.inf)
+    kept = [next(records) for _ in range(11)]
+    (child,) = multiprocessing.active_children()
+    os.kill(child.pid or 0, signal.SIGKILL)
+    with pytest.raises(ConfigError, match="has died"):
+        kept.extend(records)
+    workers.close()
+    expected = [record for record in load(whole)[1] if (record.task, record.index) == ("vt", 0)]
+    assert without_times(kept[:8]) == without_times(expected)
 
 
 def test_a_part_of_a_budget_does_not_cut_the_first_prompt(evaluator: Evaluator, tmp_path: Path) -> None:
@@ -266,6 +289,15 @@ def test_a_budget_is_divided() -> None:
     assert Budget(10, started=whole.started - 700).left() < 0
     assert Budget(10, started=whole.started - 700).part(0.5).left() <= 0
     assert whole.part(0.25).part(0.5).whole_end == whole.end
+
+
+def test_progress_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(Console(width=200), 40) as advance:
+        for step in range(40):
+            advance(f"step {step}")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 of 40: step 1" or lines[0].startswith("2 of 40, 0 minutes left")
+    assert any("20 of 40, 0 minutes left: step 19" in line for line in lines)
 
 
 # Prompts of the suites
@@ -319,6 +351,34 @@ def test_ruler_plans(evaluator: Evaluator) -> None:
     everything = ruler_plan(encode, 4096, lengths=[1024], samples=1)
     assert len(everything.prompts) == 11
     assert set(everything.not_run) == {"qa_1", "qa_2"}
+
+
+def test_a_question_that_does_not_fit_stands_in_the_way_of_no_other(evaluator: Evaluator, tmp_path: Path) -> None:
+    entries = [
+        {
+            "question": f"Who is {index}?",
+            "answer": f"x{index}",
+            "context": [["One", ["Ann. "]], [f"{index}", ["Bob. "]]],
+        }
+        for index in range(4)
+    ]
+    entries[0]["context"] = [[f"Title {part}", [f"Many words of {part}. " * 40]] for part in range(20)]
+    path = tmp_path / "hotpotqa.json"
+    path.write_text(json.dumps(entries))
+    for seed in range(20):
+        asked: dict[str, Any] = {"lengths": [700], "samples": 9, "tasks": ["qa_2"], "hotpotqa": path, "seed": seed}
+        try:
+            plan = ruler_plan(evaluator.builder.encode, 4096, **asked)
+            break
+        except InvalidInput:  # the first is the long one
+            continue
+    assert [prompt.index for prompt in plan.prompts] == [0, 1, 2, 3]
+    with open_results(tmp_path / "run.jsonl", {**evaluator.settings(), **plan.settings}) as results:
+        outcome = run(plan, evaluator, methods("naive"), results, Budget(None), console=Console(quiet=True))
+    assert {record.error for record in outcome.errors} == {
+        f"PromptTooLong: qa_2 {outcome.errors[0].index} does not fit into 700 tokens"
+    }
+    assert (outcome.added, outcome.left) == (16, 0)
 
 
 @pytest.mark.parametrize(

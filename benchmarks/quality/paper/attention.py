@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.quality.evaluator import Evaluator, Work
 from benchmarks.quality.measure import PromptRun
-from benchmarks.quality.methods import Method
+from benchmarks.quality.methods import FULL, Method
 from benchmarks.quality.results import Record
 from engine.forward import ForwardPass, Scores, run_steps
 from engine.model import token_tensor
@@ -40,15 +40,19 @@ class AttentionEvaluator(Evaluator, ABC):
 
     @abstractmethod
     def shares(self, run: PromptRun, methods: Sequence[Method]) -> Iterator[Share]:
-        """A share and further ones by name for each method. `run` has its reference."""
+        """A share and further ones by name for each method, in their order."""
 
     def measured(self, work: Work, run: PromptRun, begun: float) -> Iterator[Record]:
-        """See Evaluator.measured."""
-        run.full()
-        for method, share, more in self.shares(run, work.methods):
-            elapsed, begun = 1000 * (time.perf_counter() - begun), time.perf_counter()
-            blank = self.blank(work.sample, method)
-            yield replace(blank, score=share, more=more, timings={"prefill": round(elapsed, 3)})
+        """See Evaluator.measured. What the methods share is computed with the first: when it fails they all do."""
+        left = list(work.methods)
+        try:
+            for method, share, more in self.shares(run, work.methods):
+                elapsed, begun = 1000 * (time.perf_counter() - begun), time.perf_counter()
+                blank = self.blank(work.sample, left.pop(0))
+                assert blank.method == method.name
+                yield replace(blank, score=share, more=more, timings={"prefill": round(elapsed, 3)})
+        except Exception as error:  # whatever a method does wrong belongs to its results
+            yield from (self.failure(work.sample, method, error) for method in left)
 
 
 class Overlaps(AttentionEvaluator):
@@ -58,6 +62,7 @@ class Overlaps(AttentionEvaluator):
 
     def shares(self, run: PromptRun, methods: Sequence[Method]) -> Iterator[Share]:
         """See AttentionEvaluator.shares."""
+        run.full()
         assert run.reference is not None
         wanted = _top(_attended_while_decoding(run), ATTENDED)
         for method in methods:
@@ -98,9 +103,10 @@ class Recoveries(AttentionEvaluator):
 
     def shares(self, run: PromptRun, methods: Sequence[Method]) -> Iterator[Share]:
         """See AttentionEvaluator.shares."""
-        assert run.reference is not None
+        exact = run.start(STRATEGIES[FULL]())
+        run_steps(exact.request.strategy.prefill(exact))
+        wanted = _top(_attended_by_question(exact), ATTENDED)
         found = _importances(run, methods, CRITERIA)
-        wanted = _top(_attended_by_question(run.reference.prefill), ATTENDED)
         for method in methods:
             ratio = _ratio(method)
             selected = _top(found[_factor(method)], ratio)

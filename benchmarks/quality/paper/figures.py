@@ -18,19 +18,31 @@ from benchmarks.quality.paper.attention import (
 )
 from benchmarks.quality.paper.example import RATIO as EXAMPLE_RATIO
 from benchmarks.quality.paper.example import counts, example
-from benchmarks.quality.paper.job import CHUNK_TOKENS, RATIO, RULER_NAMES, Job, means
+from benchmarks.quality.paper.job import (
+    CHUNK_TOKENS,
+    RATIO,
+    RULER_NAMES,
+    Job,
+    Values,
+    common,
+    difference,
+    mean,
+    shared,
+)
 from benchmarks.quality.paper.plots import Line, Panel, plot_bars, plot_panels, plot_tokens
 from benchmarks.quality.paper.published import STATEMENTS
 from benchmarks.quality.results import Record
 from benchmarks.quality.runner import Budget
 from benchmarks.quality.statistics import Interval
 from benchmarks.quality.suites import musique_plan
-from benchmarks.quality.tables import Table
+from benchmarks.quality.tables import Cell, Table
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of Figure 8, between naive (0) and full (1)
 SMALL_RATIOS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2)  # of Figures 6 and 9
 CHUNK_SIZES = (128, 256, 512, 1024)
 CURVES = ("random", "epic", "cacheblend", "kvshare", "prophetkv")
+
+_POINTS = "points of 100"
 
 # The factors of Eq. 6, and the criteria that they are.
 _FACTOR_LABELS = {
@@ -70,14 +82,11 @@ def figures_3_and_4(job: Job, budget: Budget) -> list[Artefact]:
     evaluator = job.evaluator(Overlaps)
     plan = job.ruler(evaluator, [min(job.scale.lengths)])
     records, notes = job.run("overlap", evaluator, plan, [QUERY, *selecting], budget)
-    by_method = means(records, lambda record: record.method)
+    by_method = shared(records, _strategy)
     of_query = [record for record in records if record.method == QUERY.name]
-    by_task = {
-        RULER_NAMES.get(task, task): means([record for record in of_query if record.task == task], lambda record: "")[
-            ""
-        ]
-        for task in dict.fromkeys(record.task for record in of_query)
-    }
+    by_task: dict[str, Values] = {}
+    for record in of_query:
+        by_task.setdefault(RULER_NAMES.get(record.task, record.task), {})[record.digest] = record.task, record.score
     decoding = "the 20 % of context tokens with the most attention from the rows of full prefill's answer"
     return [
         _bars(
@@ -85,7 +94,7 @@ def figures_3_and_4(job: Job, budget: Budget) -> list[Artefact]:
             f"Of {decoding}, the share that a method selects at ratio {RATIO}; `query` is the same share of tokens by "
             "attention from question and chat tail under full prefill. Means over tasks with 95 % intervals.",
             by_method,
-            notes,
+            [*notes, *_told_apart({name: [(RATIO, values)] for name, values in by_method.items()}, "prophetkv")],
         ),
         _bars(
             *("figure-4", 4, "Figure 4: overlap of what the question and what decoding attends to", "task"),
@@ -103,14 +112,15 @@ def figure_6(job: Job, budget: Budget) -> list[Artefact]:
     plan = job.ruler(evaluator, [min(job.scale.lengths)])
     wanted = oracle_methods(FACTORS, SMALL_RATIOS)
     records, notes = job.run("residual", evaluator, plan, wanted, budget)
-    found = means(records, _factor_and_ratio)
+    found = shared(records, _factor_and_ratio)
     return [
         _curves(
             *("figure-6", 6, "Figure 6: residual loss by the factor that selects"),
             "The sum of |φV - φ'V'| over the tokens not selected, as a share of the sum over all (Eq. 4): less is best."
-            " Factors are averaged over layers before the selection. Means over tasks.",
+            " Factors are averaged over layers before the selection.",
             {"residual loss": _lines(found, FACTORS)},
             notes,
+            against=_FACTOR_LABELS["phi"],
         )
     ]
 
@@ -135,10 +145,11 @@ def figure_8(job: Job, budget: Budget) -> list[Artefact]:
         _curves(
             *("figure-8", 8, "Figure 8: accuracy over the ratio"),
             f"Points of 100 at RULER's length {length}; at ratio 0 stands naive reuse, at 1 full prefill, for every "
-            "method, as they are the same there. Only prompts that all points have.",
+            "method, as they are the same there.",
             panels,
             notes,
-            y_label="points of 100",
+            against="prophetkv",
+            y_label=_POINTS,
         )
     ]
 
@@ -149,8 +160,8 @@ def figure_9(job: Job, budget: Budget) -> list[Artefact]:
     plan = job.ruler(evaluator, [min(job.scale.lengths)])
     wanted = oracle_methods(CRITERIA, SMALL_RATIOS)
     records, notes = job.run("recovery", evaluator, plan, wanted, budget)
-    attended = means(records, _factor_and_ratio)
-    ideal = means(records, _factor_and_ratio, lambda record: record.more["ideal"])
+    attended = shared(records, _factor_and_ratio)
+    ideal = shared(records, _factor_and_ratio, lambda record: record.more["ideal"])
     return [
         _curves(
             *("figure-9", 9, "Figure 9: overlap over the ratio, with exact knowledge for every criterion"),
@@ -162,6 +173,7 @@ def figure_9(job: Job, budget: Budget) -> list[Artefact]:
                 "overlap with the ideal": _lines(ideal, CRITERIA),
             },
             notes,
+            against=_FACTOR_LABELS["phi"],
         )
     ]
 
@@ -170,50 +182,54 @@ def figure_10(job: Job, budget: Budget) -> list[Artefact]:
     """The same prompts in chunks of four sizes."""
     asked = parse_methods([*CURVES, "naive"], [RATIO], job.model.layout.layers)
     length, task = min(job.scale.lengths), job.curve_tasks[0]
-    found: dict[int, dict[str, Interval]] = {}
+    found: dict[tuple[str, int], Values] = {}
     notes: list[str] = []
     for done, size in enumerate(CHUNK_SIZES):
         evaluator = job.evaluator(chunk_tokens=size)
         plan = job.ruler(evaluator, [length], [task])
         name = "ruler" if size == CHUNK_TOKENS else f"ruler-chunks-{size}"
         records, told = job.run(name, evaluator, plan, asked, budget.part(1 / (len(CHUNK_SIZES) - done)))
-        found[size] = means(records, lambda record: record.method)
+        found |= {(method, size): values for method, values in shared(records, _strategy).items()}
         notes += [f"chunks of {size}: {note}" for note in told]
-    names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
-    lines: dict[str, _Points] = {
-        name: [(size, 100 * found[size][name].mean) for size in CHUNK_SIZES if name in found[size]] for name in names
-    }
+    lines: dict[str, _Points] = {}
+    for (method, size), values in common(found).items():
+        lines.setdefault(method, []).append((size, values))
     return [
         _curves(
             *("figure-10", 10, "Figure 10: accuracy over the chunk size"),
             f"Points of 100 on {RULER_NAMES.get(task, task)} at RULER's length {length} and ratio {RATIO}.",
             {RULER_NAMES.get(task, task): lines},
             notes,
+            against="prophetkv",
             x_label="tokens a chunk",
-            y_label="points of 100",
+            y_label=_POINTS,
             log=True,
         )
     ]
 
 
 _FLOORS = ("none", "random")
-_Points = list[tuple[float, float]]
+_Points = list[tuple[float, Values]]  # of a curve: what was measured at each x, all of them on the same prompts
+
+
+def _strategy(record: Record) -> str:
+    return record.strategy
 
 
 def _factor_and_ratio(record: Record) -> tuple[str, float]:
     return str(record.options["factor"]), float(record.options["ratio"] or 0.0)
 
 
-def _lines(found: Mapping[tuple[str, float], Interval], factors: Sequence[str]) -> dict[str, _Points]:
+def _lines(found: Mapping[tuple[str, float], Values], factors: Sequence[str]) -> dict[str, _Points]:
     return {
-        _FACTOR_LABELS[factor]: [(ratio, interval.mean) for (name, ratio), interval in found.items() if name == factor]
+        _FACTOR_LABELS[factor]: [(ratio, values) for (name, ratio), values in found.items() if name == factor]
         for factor in factors
         if found
     }
 
 
 def _accuracy_lines(records: Sequence[Record]) -> dict[str, _Points]:
-    found = means(records, lambda record: record.method)
+    found = shared(records, lambda record: record.method)
     if not found:
         return {}
     methods = {
@@ -223,7 +239,7 @@ def _accuracy_lines(records: Sequence[Record]) -> dict[str, _Points]:
     methods["none"] = [(0.0, "none"), (1.0, "none")]
     # A method that failed on every prompt is not there.
     return {
-        name: [(ratio, 100 * found[method].mean) for ratio, method in points if method in found]
+        name: [(ratio, found[method]) for ratio, method in points if method in found]
         for name, points in methods.items()
     }
 
@@ -236,30 +252,74 @@ def _curves(
     panels: Mapping[str, Mapping[str, _Points]],
     notes: Sequence[str],
     *,
+    against: str,
     x_label: str = "ratio",
     y_label: str = "share",
     log: bool = False,
 ) -> Artefact:
-    """A row a curve, by the panel it is drawn in, with its values over x."""
+    """A row a curve, by the panel it is drawn in, with its prompts and values over x; in detail the intervals.
+
+    `against`: the curve that the others are paired with. Scores become points of 100 where `y_label` says so.
+    """
+    scale = 100 if y_label == _POINTS else 1
     everywhere = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
-    rows = [
-        (panel, label, *(dict(points).get(x) for x in everywhere))
-        for panel, lines in panels.items()
-        for label, points in lines.items()
-    ]
-    drawn = [
-        Panel(panel, [Line(label, points, label.split()[0] in _FLOORS) for label, points in lines.items()], y_label)
-        for panel, lines in panels.items()
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    detail: list[tuple[Cell, ...]] = []
+    drawn, claims = [], []
+    for panel, lines in panels.items():
+        curves = []
+        for label, points in lines.items():
+            reference = dict(lines.get(against, [])) if label != against else {}
+            found = [(x, mean(values)) for x, values in points]
+            at = {x: scale * interval.mean for x, interval in found}
+            prompts = max((interval.pairs for _, interval in found), default=0)
+            rows.append((panel, label, prompts, *map(at.get, everywhere)))
+            for (x, interval), (_, values) in zip(found, points, strict=True):
+                gap = difference(values, reference[x]) if x in reference else None
+                clear = None if gap is None else "yes" if gap.is_clear else "no"
+                detail.append(
+                    (panel, label, x, interval.pairs, *_numbers(interval, scale), *_numbers(gap, scale), clear)
+                )
+            ends = [(x, scale * one.mean, scale * one.low, scale * one.high) for x, one in found]
+            curves.append(Line(label, ends, label.split()[0] in _FLOORS))
+        drawn.append(Panel(panel, curves, y_label))
+        claims += [f"{panel}: {claim}" for claim in _told_apart(lines, against)]
+    columns = ("panel", f"method, by {x_label}", "prompts", *(f"{x:g}" for x in everywhere))
+    ends_of = ("mean", "low", "high", f"minus {against}", "low of that", "high of that", "clear")
     return Artefact(
         stem=stem,
         title=title,
-        measured=measured,
-        table=Table(("panel", f"method, by {x_label}", *(f"{x:g}" for x in everywhere)), tuple(rows)) if rows else None,
+        measured=f"{measured} Means over tasks, of the prompts that all points of a panel have; the detail has 95 % "
+        f"intervals, of the paired difference to {against} too.",
+        table=Table(columns, tuple(rows)) if rows else None,
+        detail=Table((*columns[:2], x_label, "prompts", *ends_of), tuple(detail)),
         draw=partial(plot_panels, panels=drawn, x_label=x_label, log=log),
-        notes=notes,
+        notes=[*notes, *claims],
         published=[STATEMENTS[number]],
     )
+
+
+def _numbers(interval: Interval | None, scale: int) -> tuple[float | None, ...]:
+    """Mean and ends."""
+    if interval is None:
+        return None, None, None
+    return scale * interval.mean, scale * interval.low, scale * interval.high
+
+
+def _told_apart(lines: Mapping[str, _Points], against: str) -> list[str]:
+    """Where other curves are above or below the one named `against`, by paired intervals that exclude 0."""
+    reference = dict(lines.get(against, []))
+    claims = []
+    for label, points in lines.items():
+        if label == against or not reference:
+            continue
+        sides: dict[str, list[str]] = {"above": [], "below": []}
+        for x, values in points:
+            if x in reference and (found := difference(values, reference[x])).is_clear:
+                sides["above" if found.mean > 0 else "below"].append(f"{x:g}")
+        told = " and ".join(f"{side} it at {', '.join(at)}" for side, at in sides.items() if at)
+        claims.append(f"paired with {against}, {label} is {told or 'nowhere told apart'}")
+    return claims
 
 
 def _bars(
@@ -268,12 +328,13 @@ def _bars(
     title: str,
     name: str,
     measured: str,
-    bars: Mapping[str, Interval],
+    bars: Mapping[str, Values],
     notes: Sequence[str],
 ) -> Artefact:
     """A row a bar: name, value, interval, prompts."""
-    rows = [(label, bar.mean, bar.low, bar.high, bar.pairs) for label, bar in bars.items()]
-    ends = {label: (bar.mean, bar.low, bar.high) for label, bar in bars.items()}
+    found = {label: mean(values) for label, values in bars.items()}
+    rows = [(label, bar.mean, bar.low, bar.high, bar.pairs) for label, bar in found.items()]
+    ends = {label: (bar.mean, bar.low, bar.high) for label, bar in found.items()}
     return Artefact(
         stem=stem,
         title=title,

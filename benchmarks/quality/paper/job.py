@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,7 @@ RATIO = 0.2
 CHUNK_TOKENS = 512
 
 K = TypeVar("K", bound=Hashable)
+Values = dict[str, tuple[str, float]]  # by a prompt's digest its task and what was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Job:
     scale: Scale
     data: Data
     console: Console
+    codec: str = "raw"  # how chunk KV is written
 
     @property
     def curve_tasks(self) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ class Job:
 
     def evaluator(self, kind: type[Evaluator] = Evaluator, chunk_tokens: int | None = CHUNK_TOKENS) -> Evaluator:
         """One over the job's model."""
-        return kind(self.model, self.name, chunk_tokens)
+        return kind(self.model, self.name, chunk_tokens, self.codec)
 
     def ruler(self, evaluator: Evaluator, lengths: Sequence[int], tasks: Iterable[str] = ()) -> Plan:
         """RULER's prompts: of these tasks, or of the job's, or of those of the paper's whose data are given.
@@ -124,7 +126,11 @@ class Job:
             if record.method in names and (record.suite, record.task, record.index) in wanted
         ]
         records = [record for record in found if not record.error]
-        notes = [f"{len({record.digest for record in records})} of {len(plan.prompts)} prompts, records in {path.name}"]
+        have: dict[str, set[str]] = defaultdict(set)
+        for record in records:
+            have[record.digest].add(record.method)
+        whole = sum(methods == names for methods in have.values())
+        notes = [f"{whole} of {len(plan.prompts)} prompts are done, records in {path.name}"]
         if outcome.left:
             notes.append(f"the budget left out {outcome.left} records; the same command goes on with them")
         if failed := [record.error for record in found if record.error]:
@@ -140,22 +146,40 @@ class Job:
         return self.out / "records" / name
 
 
-def means(
+def shared(
     records: Iterable[Record],
     key: Callable[[Record], K],
     value: Callable[[Record], float] = lambda record: record.score,
-) -> dict[K, Interval]:
-    """By key the mean over tasks with its interval, of those prompts only that all keys have."""
-    found: dict[K, dict[str, Record]] = defaultdict(dict)
+) -> dict[K, Values]:
+    """By key the values of those prompts only that all keys have."""
+    found: dict[K, Values] = defaultdict(dict)
     for record in records:
-        found[key(record)][record.digest] = record
-    shared = set.intersection(*map(set, found.values())) if found else set()
-    if not shared:
+        found[key(record)][record.digest] = record.task, value(record)
+    return common(found)
+
+
+def common(found: Mapping[K, Values]) -> dict[K, Values]:
+    """What is left of them on the prompts that all have; nothing when there is no such prompt."""
+    digests = set.intersection(*map(set, found.values())) if found else set()
+    if not digests:
         return {}
-    intervals = {}
-    for name, members in found.items():
-        tasks: dict[str, list[float]] = defaultdict(list)
-        for digest in sorted(shared):
-            tasks[members[digest].task].append(value(members[digest]))
-        intervals[name] = mean_interval(list(tasks.values()))
-    return intervals
+    return {key: {digest: values[digest] for digest in sorted(digests)} for key, values in found.items()}
+
+
+def mean(values: Values) -> Interval:
+    """Over tasks, with its interval."""
+    return mean_interval(_strata(values))
+
+
+def difference(a: Values, b: Values) -> Interval:
+    """Mean over tasks of a - b on the prompts that both have, with the interval of the pairs."""
+    return mean_interval(
+        _strata({digest: (task, value - b[digest][1]) for digest, (task, value) in a.items() if digest in b})
+    )
+
+
+def _strata(values: Values) -> list[list[float]]:
+    tasks: dict[str, list[float]] = defaultdict(list)
+    for task, value in values.values():
+        tasks[task].append(value)
+    return list(tasks.values())

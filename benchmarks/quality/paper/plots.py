@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-Points = Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float, float, float]]  # x, mean, and the ends of its interval
 
 _DPI = 120
 _COLUMNS = 110  # characters a line of token pictures
@@ -47,8 +47,11 @@ def plot_panels(path: Path, panels: Sequence[Panel], x_label: str, *, log: bool 
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), number)
         for line in panel.lines:
-            x, y = [point[0] for point in line.points], [point[1] for point in line.points]
-            axes.plot(x, y, linestyle="--" if line.dashed else "-", marker="o", markersize=4, label=line.label)
+            x, y, low, high = (list(values) for values in zip(*line.points, strict=True)) if line.points else [[]] * 4
+            (drawn,) = axes.plot(
+                x, y, linestyle="--" if line.dashed else "-", marker="o", markersize=4, label=line.label
+            )
+            axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.08, linewidth=0)
         if log:
             ticks = sorted({point[0] for line in panel.lines for point in line.points})
             axes.set_xscale("log", base=2)

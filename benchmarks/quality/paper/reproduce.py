@@ -17,8 +17,6 @@ from benchmarks.report import conditions
 from benchmarks.ttft import fits_window
 from errors import ConfigError, InvalidInput
 
-_BUDGET_SPENT = "the budget was spent before; the same command goes on with it"
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -43,7 +41,7 @@ PARTS = (
 
 
 def check(job: Job) -> None:
-    """Raises InvalidInput now for what would only fail when its turn comes: lengths, tasks, paths."""
+    """Raises InvalidInput now for what would only fail when its turn comes: lengths, tasks, what lies at the paths."""
     job.ruler(job.evaluator(), job.scale.lengths)
     for length in job.scale.ttft_lengths:
         if not fits_window(job.model, length):
@@ -53,7 +51,8 @@ def check(job: Job) -> None:
                 field="ttft_lengths",
             )
     if job.data.longbench is not None:
-        longbench.find(job.data.longbench)
+        for path in longbench.find(job.data.longbench).values():
+            longbench.load(path)
     if job.data.musique is not None:
         musique.load(job.data.musique)
 
@@ -61,8 +60,9 @@ def check(job: Job) -> None:
 def reproduce(job: Job, budget: Budget, command: str) -> bool:
     """Makes all tables and figures and index.md in the job's folder; what fails does not stop the others.
 
-    A part gets its share of what is left, so what one leaves over is for the others, and begins one prompt at
-    least. Returns whether nothing failed. Raises ConfigError when the folder cannot be made.
+    A part gets its share of what is left, so what one leaves over is for the others; the whole budget spent, it shows
+    what earlier runs measured. Returns whether nothing failed. Raises ConfigError when the folder cannot be made or
+    holds records of other settings; then the page that was there before stays.
     """
     try:
         job.out.mkdir(parents=True, exist_ok=True)
@@ -81,17 +81,15 @@ def reproduce(job: Job, budget: Budget, command: str) -> bool:
 
 def _attempt(job: Job, part: Part, budget: Budget, share: float) -> list[Artefact]:
     job.console.print(", ".join(title for _, title in part.artefacts), highlight=False)
-    failed = False
-    if budget.left() <= 0:
-        reason = _BUDGET_SPENT
-    else:
-        try:
-            return part.make(job, budget.part(share))
-        except Exception as error:  # said on the page and by the exit status
-            job.console.print_exception()
-            failed, reason = True, f"failed: {type(error).__name__}: {error}"
+    try:
+        return part.make(job, budget.part(share))
+    except ConfigError:
+        raise
+    except Exception as error:  # said on the page and by the exit status
+        job.console.print_exception()
+        reason = f"failed: {type(error).__name__}: {error}"
     return [
-        Artefact(stem=stem, title=title, measured="", notes=[reason], failed=failed) for stem, title in part.artefacts
+        Artefact(stem=stem, title=title, measured="", notes=[reason], failed=True) for stem, title in part.artefacts
     ]
 
 
@@ -114,7 +112,8 @@ def _head(job: Job, budget: Budget, command: str) -> str:
         f"# The paper's evaluation on {job.name}",
         "",
         f"- command: `{command}`",
-        f"- model: {job.name}, {str(model.dtype).removeprefix('torch.')} on {job.evaluator().machine}",
+        f"- model: {job.name}, {str(model.dtype).removeprefix('torch.')}, KV codec {job.codec}, on "
+        f"{job.evaluator().machine}",
         f"- machine: {told['cpu']}, {told['cores']} cores, {told['capability']}, load {told['load']:.1f}",
         f"- date: {told['date']}; seed {job.scale.seed}; RULER's lengths {', '.join(map(str, job.scale.lengths))}; "
         f"chunks of {CHUNK_TOKENS} tokens; ratio {RATIO} where no other is named",

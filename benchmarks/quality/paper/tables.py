@@ -24,7 +24,7 @@ from benchmarks.quality.paper.published import (
     TTFT,
     Published,
 )
-from benchmarks.quality.results import Record
+from benchmarks.quality.results import Record, check_settings
 from benchmarks.quality.runner import Budget
 from benchmarks.quality.statistics import LEAST_SPAN
 from benchmarks.quality.suites import longbench_plan
@@ -120,28 +120,33 @@ def longbench_tables(job: Job, budget: Budget) -> list[Artefact]:
 def ttft_table(job: Job, budget: Budget) -> list[Artefact]:
     """The shortest length first, and the next as far as the budget goes. What was measured before is kept.
 
-    Of RULER's lengths those are left out that with the frame of this request are beyond the window.
+    Of RULER's lengths those are left out that with the frame of this request are beyond the window. Raises ConfigError
+    when what was measured before is of another model.
     """
     file = job.file("ttft.json")
-    measured: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    settings = {name: job.evaluator().settings()[name] for name in ("model", "fingerprint", "dtype", "device")}
+    measured: list[dict[str, Any]] = []
+    if file.exists():
+        held = json.loads(file.read_text())
+        check_settings(file, held["settings"], settings)
+        measured = held["measured"]
     lacking = set(job.scale.ttft_lengths or job.scale.lengths) - {told["context_tokens"] for told in measured}
     notes = []
-    pace = 0.0  # seconds a squared token: at most, for a longer length
     for length in sorted(lacking):
-        if pace * length**2 > budget.left():
+        # Time grows with the square at most: too much for a longer length, too little for a shorter one.
+        expected = max((_seconds(told) * (length / told["context_tokens"]) ** 2 for told in measured), default=0.0)
+        if expected > budget.left() or time.monotonic() >= budget.whole_end:
             notes.append(f"the budget left out {length} tokens; the same command goes on with them")
             continue
         if not fits_window(job.model, length):
             notes.append(f"{length} tokens with frame and question are beyond the model's window")
             continue
-        begun = time.perf_counter()
         plan = Plan([length], [RATIO], list(_REUSING), pairs=_ROUNDS, plain=_attentions(job.model, length))
         store = TieredStore([MemoryStore(1 << 50)])
         measured.append({**measure_length(job.model, store, plan, length), "machine": job.evaluator().machine})
         store.close()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(measured, indent=2))
-        pace = (time.perf_counter() - begun) / length**2
+        file.write_text(json.dumps({"settings": settings, "measured": measured}, indent=2))
     rows = [_ttft_row(told) for told in sorted(measured, key=lambda told: told["context_tokens"])]
     notes += [f"measured on {machine}" for machine in dict.fromkeys(told["machine"] for told in measured)]
     return [
@@ -198,6 +203,13 @@ def _attentions(model: Model, tokens: int) -> tuple[str, ...]:
     """Those with which the plain model's prefill fits into memory."""
     fits = model.heads * tokens**2 * _EAGER_BYTES < _free_bytes(model) / 2
     return ("sdpa", "eager") if fits else ("sdpa",)
+
+
+def _seconds(told: Mapping[str, Any]) -> float:
+    """What measuring a length took, encoding its chunks about as long as a round."""
+    times = [float(method["ttft_s"]) for method in told["methods"].values()]
+    times += [float(plain["slow_s"]) for plain in told["plain_against_full"].values()]
+    return (_ROUNDS + 1) * sum(times)
 
 
 def _ttft_row(told: Mapping[str, Any]) -> tuple[Cell, ...]:
