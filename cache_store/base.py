@@ -75,6 +75,10 @@ class ChunkKV:
             kv.block(index).copy_(CODECS[codec].encode(layer))
         return kv
 
+    def recoded(self, codec: str) -> ChunkKV:
+        """The same by another codec, of what this one has kept."""
+        return self.pack([self.layer(index) for index in range(self.layout.layers)], codec)
+
     @property
     def shape(self) -> Shape:
         """Of one layer's K."""

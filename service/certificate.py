@@ -81,9 +81,7 @@ def certify(model: Model, codecs: Sequence[str]) -> list[Certificate]:
         chunks = {part.chunk.key: run_steps(encode_chunk(model, prefixes, (), part.chunk)) for part in request.parts}
         chosen, logits = _measured(model, prefixes, request, chunks)
         for codec, total in sums.items():
-            packed = {
-                key: ChunkKV.pack([kv.layer(i) for i in range(kv.layout.layers)], codec) for key, kv in chunks.items()
-            }
+            packed = {key: kv.recoded(codec) for key, kv in chunks.items()}
             theirs, other = _measured(model, prefixes, request, packed)
             kl = functional.kl_div(
                 other.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="batchmean"

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import cycle, islice
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.quality.methods import FULL, NONE, Method
 from benchmarks.quality.prompts import Prompt
-from cache_store.base import Chunk, ChunkKV, LoadedChunk, Pause
+from cache_store.base import Chunk, ChunkKV, HeldChunks, KVSource, LoadedChunk, Pause
 from engine.decode import finite
 from engine.encode import PrefixCache, encode_chunk
 from engine.forward import ForwardPass, run_steps
@@ -76,6 +75,7 @@ class PromptRun:
         self._prefixes = prefixes
         self._codec = codec
         self._chunks: dict[str, ChunkKV] = {}
+        self._assemblies: dict[str, _Assembled] = {}  # by codec
         self._unreported: dict[str, float] = {}  # what was spent for all methods: told with the next one
 
     def load(self, chunk: Chunk) -> Generator[Pause, None, LoadedChunk]:
@@ -98,9 +98,9 @@ class PromptRun:
         """KVSource.locate_many."""
         return ["memory" if chunk.key in self._chunks else None for chunk in chunks], ()
 
-    def start(self, strategy: Strategy) -> Prefill:
-        """A prefill of the prompt that copies the assembled slots instead of assembling anew."""
-        assembled = self._assembled if strategy.reuses else None
+    def start(self, strategy: Strategy, codec: str | None = None) -> Prefill:
+        """A prefill of the prompt that copies the assembled slots instead of assembling anew. `codec`: see Method."""
+        assembled = self._assembled(codec or self._codec) if strategy.reuses else None
         return _SharedPrefill(self, self._prefixes, self.prompt, strategy, assembled)
 
     def full(self) -> Measured:
@@ -127,7 +127,7 @@ class PromptRun:
             prompt = self.prompt.without_context()
             prefill: Prefill = _SharedPrefill(self, self._prefixes, prompt, strategy, None)
         else:
-            prefill = self.start(strategy)
+            prefill = self.start(strategy, method.codec)
         with _timed(self.model, timings, "prefill"):
             logits = finite(run_steps(strategy.prefill(prefill)))
         forced = None
@@ -206,14 +206,19 @@ class PromptRun:
             timings=timings,
         )
 
-    @cached_property
-    def _assembled(self) -> _Assembled:
-        with _timed(self.model, self._unreported, "encode"):
-            for part in self.prompt.parts:
-                run_steps(self.load(part.chunk))
-            prefill = Prefill(self.model, self, self._prefixes, self.prompt.request(STRATEGIES["naive"]()))
-            run_steps(prefill.assemble())
-        return _Assembled(prefill.slots.data[:, :, :, : prefill.layout.suffix_start], prefill.timings)
+    def _assembled(self, codec: str) -> _Assembled:
+        if codec not in self._assemblies:
+            with _timed(self.model, self._unreported, "encode"):
+                for part in self.prompt.parts:
+                    run_steps(self.load(part.chunk))
+                source: KVSource = self
+                if codec != self._codec:
+                    source = HeldChunks({key: kv.recoded(codec) for key, kv in self._chunks.items()})
+                prefill = Prefill(self.model, source, self._prefixes, self.prompt.request(STRATEGIES["naive"]()))
+                run_steps(prefill.assemble())
+            slots = prefill.slots.data[:, :, :, : prefill.layout.suffix_start]
+            self._assemblies[codec] = _Assembled(slots, prefill.timings)
+        return self._assemblies[codec]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.quality.results import Option, method_name
+from cache_store.codec import CODECS
 from engine.strategies import STRATEGIES, Strategy, make_strategy
 from errors import InvalidInput, UnknownStrategy
 
 FULL, NONE, RANDOM = "full", "none", "random"
+CODEC = "codec"
 # `prefix` is left out, as it is exact and costs a full prefill; `oracle`, as no service can have it. Both can be named.
 DEFAULT = (FULL, NONE, RANDOM, "naive", "epic", "cacheblend", "kvshare", "prophetkv")
 _WITHOUT_RATIO = {NONE, *(name for name, kind in STRATEGIES.items() if not kind.takes_ratio)}
@@ -18,7 +20,10 @@ _WITHOUT_RATIO = {NONE, *(name for name, kind in STRATEGIES.items() if not kind.
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A strategy with the options that were asked for; `none` is no strategy but the prompt without its context."""
+    """A strategy with the options that were asked for; `none` is no strategy but the prompt without its context.
+
+    The option `codec`, of those that reuse KV, is how the chunks are written; without it they are as the run says.
+    """
 
     strategy: str
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -34,7 +39,13 @@ class Method:
         `none` is a full prefill too.
         """
         name = FULL if self.strategy == NONE else self.strategy
-        return make_strategy(name, self.options, layers, STRATEGIES)
+        options = {option: value for option, value in self.options.items() if option != CODEC}
+        return make_strategy(name, options, layers, STRATEGIES)
+
+    @property
+    def codec(self) -> str | None:
+        """The option, if it is there."""
+        return str(self.options[CODEC]) if CODEC in self.options else None
 
 
 def parse_methods(specs: Sequence[str], ratios: Sequence[float], layers: int) -> list[Method]:
@@ -68,6 +79,11 @@ def _parsed(spec: str, ratios: Sequence[float], layers: int) -> Iterator[Method]
     if name != NONE and name not in STRATEGIES:
         raise UnknownStrategy(f"unknown strategy {name!r}; there are {', '.join((*STRATEGIES, NONE))}")
     options = dict(_option(spec, part) for part in text.split(",") if part)
+    codec = {CODEC: options.pop(CODEC)} if CODEC in options else {}
+    if codec and (name == NONE or not STRATEGIES[name].reuses or codec[CODEC] not in CODECS):
+        raise InvalidInput(
+            f"{spec}: a codec is of a strategy that reuses KV, and one of {', '.join(CODECS)}", field="strategies"
+        )
     if name in _WITHOUT_RATIO and options:
         raise InvalidInput(f"{spec}: {name} has no options", field="strategies")
     if name in _WITHOUT_RATIO or "ratio" in options or "k" in options:
@@ -76,7 +92,7 @@ def _parsed(spec: str, ratios: Sequence[float], layers: int) -> Iterator[Method]
         variants = [{"ratio": ratio, **options} for ratio in ratios]
     for variant in variants:
         built = Method(name, variant).build(layers)
-        yield Method(name, {option: getattr(built, option) for option in variant})
+        yield Method(name, {option: getattr(built, option) for option in variant} | codec)
 
 
 def _option(spec: str, part: str) -> tuple[str, Option]:

@@ -158,6 +158,10 @@ def test_a_codec_is_part_of_a_run_and_shows_in_its_records(evaluator: Evaluator)
         found.append(run.measure(Method("naive")).kl)
     assert found[0] != found[1]
     assert found[0] == pytest.approx(found[1], rel=0.1)
+    run = evaluator.start(sample())
+    run.full()
+    both = [run.measure(Method("naive", options)).kl for options in ({"codec": "int8"}, {})]
+    assert both == [found[1], found[0]]
 
 
 @pytest.mark.parametrize("right", [0, 3, 6])

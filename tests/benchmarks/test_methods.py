@@ -35,6 +35,12 @@ def test_the_same_method_is_there_once_however_it_is_written() -> None:
     assert names("epic:ratio=1,epic:ratio=1.0")[3:] == ["epic ratio=1.0"]
 
 
+def test_a_codec_is_an_option_of_what_reuses() -> None:
+    assert names("naive:codec=int8,prophetkv:codec=int4")[3:] == ["naive codec=int8", "prophetkv codec=int4 ratio=0.2"]
+    (method,) = parse_methods(["epic:codec=fp8"], [0.2], layers=4)[3:]
+    assert (method.codec, method.build(4).name) == ("fp8", "epic")
+
+
 def test_methods_become_strategies() -> None:
     built = [method.build(4) for method in parse_methods(DEFAULT, [0.3], layers=4)]
     assert [strategy.name for strategy in built] == [name if name != "none" else "full" for name in DEFAULT]
@@ -53,6 +59,9 @@ def test_methods_become_strategies() -> None:
         ("cacheblend:check_layer=9", "at most 3"),
         ("full:ratio=0.5", "full has no options"),
         ("none:ratio=0.5", "none has no options"),
+        ("prophetkv:codec=int7", "one of raw, int8, fp8, int4"),
+        ("full:codec=int8", "of a strategy that reuses KV"),
+        ("none:codec=int8", "of a strategy that reuses KV"),
     ],
 )
 def test_bad_methods_are_named(text: str, message: str) -> None:
