@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import AskError, RedisClusterException
+from redis.exceptions import AskError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -171,16 +171,16 @@ class RedisStore:
             except StoreMoved:
                 pass  # redis-py follows, and learns the cluster's new shape
 
-        def fetch(client: Any) -> list[bytes | None]:
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                pipeline.get(name)
-            return pipeline.execute()  # type: ignore[no-any-return]
+        def fetch(client: Any) -> list[Any]:
+            (node,) = _nodes(names, client)
+            return _pipelined([("GET", name) for name in names], node, client)
 
         values = self._server.ask(fetch)
         if values[0] is None:
             return None
         for value, length in zip(values, lengths, strict=True):
+            if not isinstance(value, bytes | None):
+                raise StoreUnavailable(f"redis tier: not a bulk reply: {type(value).__name__}")
             if value is None or len(value) != length:
                 raise CorruptEntry("incomplete" if value is None else "length")
         return entry.read(_Bytes(values).fill, chunk, self._layout, landing, VALUE_BYTES)
@@ -279,7 +279,9 @@ class _Server:
         """`call` of the client, with redis-py's errors as StoreUnavailable."""
         try:
             return call(self._connected())
-        except (redis.RedisError, RedisClusterException) as error:  # the one is not the other's kind
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # where a reply is of another kind than it should be redis-py stumbles anywhere
             self.forget()
             raise StoreUnavailable(f"redis tier: {type(error).__name__}: {error}") from error
 
@@ -414,7 +416,7 @@ def _set(name: str, value: bytes, options: dict[str, int], client: Any) -> None:
 def _used_bytes(client: Any) -> int:
     """Of the server, or of all nodes of a cluster."""
     told = client.info("memory")
-    nodes = [told] if "used_memory" in told else told.values()
+    nodes = [told] if not told or "used_memory" in told else told.values()
     return sum(int(node["used_memory"]) for node in nodes)
 
 
