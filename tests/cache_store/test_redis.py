@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -209,6 +210,30 @@ def test_values_that_are_evicted_between_others_are_misses(own_redis: RedisServe
     assert all(kv is None or same(kv, kv_of(number, 1024, layout)) for number, kv in enumerate(found))
     assert None in found
     assert set(store.stats.rejected) <= {"incomplete"}
+    assert store.stats.errors == 0
+    store.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_replies_that_push_out_the_values_behind_them_are_misses(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Entries of 0.6 MiB in eleven values, in a megabyte and a half: reading evicts as writing does, and at any value."""
+    monkeypatch.setattr("cache_store.redis.VALUE_BYTES", 1 << 16)
+    layout = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype=torch.float32)
+    store = RedisStore(own_redis.url, layout, timeout=5, direct=direct)
+    ends = Counter[tuple[str, str]]()
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-random")
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + (3 << 19))
+        for number in range(80):
+            store.put(chunk_of(number, 80), kv_of(number, 80, layout))
+            stored = client.exists(*(f"prophetkv:{{{chunk_of(number).key}}}:{index}" for index in range(11)))
+            kv = store.get(chunk_of(number, 80))
+            assert kv is None or same(kv, kv_of(number, 80, layout))
+            ends["whole" if stored == 11 else "parts", "missed" if kv is None else "found"] += 1
+    assert ends.keys() == {("whole", "found"), ("whole", "missed"), ("parts", "missed")}
+    assert store.stats.rejected.keys() == {"incomplete"}
     assert store.stats.errors == 0
     store.close()
 
