@@ -218,7 +218,7 @@ def test_values_that_are_evicted_between_others_are_misses(own_redis: RedisServe
 def test_replies_that_push_out_the_values_behind_them_are_misses(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    """Entries of 0.6 MiB in eleven values, in a megabyte and a half: reading evicts as writing does, and at any value."""
+    """Entries of 0.6 MiB in eleven values, in a megabyte and a half: reading evicts as writing does."""
     monkeypatch.setattr("cache_store.redis.VALUE_BYTES", 1 << 16)
     layout = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype=torch.float32)
     store = RedisStore(own_redis.url, layout, timeout=5, direct=direct)
@@ -460,6 +460,7 @@ def test_a_cluster_of_three(servers: Servers) -> None:
         clients[owner].execute_command("MIGRATE", "127.0.0.1", ports[target], "", 0, 5000, "KEYS", *names)
         for client in (clients[target], clients[owner]):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        assert all(store.holds(chunks))
         for _ in range(2):
             assert same(store.get(chunks[0]), kv)
         store.put(chunks[0], kv)
@@ -473,6 +474,36 @@ def test_a_cluster_of_three(servers: Servers) -> None:
             except StoreUnavailable:
                 lost += 1
         assert lost >= 1
+        store.close()
+
+
+def test_a_replica_takes_the_place_of_a_node_of_a_cluster(servers: Servers) -> None:
+    with ExitStack() as stack:
+        ports, clients = _cluster(servers, stack, 1000)
+        bus = free_port()
+        spare = servers.start("cluster-enabled yes", "cluster-node-timeout 1000", f"cluster-port {bus}")
+        replica: Any = stack.enter_context(redis.Redis(port=spare))
+        _until(replica.ping)
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", spare, bus)
+        lead = clients[0].execute_command("CLUSTER", "MYID")
+        _until(lambda: replica.execute_command("CLUSTER", "REPLICATE", lead))
+        _until(lambda: replica.info("replication")["master_link_status"] == "up")
+        store = RedisStore(f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}", LAYOUT)
+        chunks = [chunk_of(number) for number in range(12)]
+        for number, chunk in enumerate(chunks):
+            store.put(chunk, kv_of(number))
+        clients[0].wait(1, 5000)
+        servers.stop(0)
+        _until(lambda: replica.info("replication")["role"] == "master")
+
+        def held() -> bool:
+            try:
+                return all(store.holds(chunks))
+            except StoreUnavailable:
+                return False
+
+        _until(held)
+        assert all(same(store.get(chunk), kv_of(number)) for number, chunk in enumerate(chunks))
         store.close()
 
 
