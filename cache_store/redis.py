@@ -7,10 +7,11 @@ and the bulk values too where it must: over TLS, and when a cluster has moved a 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -19,14 +20,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import RedisClusterException
+from redis.exceptions import AskError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from cache_store import entry
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVLayout, Landing, Retention, StoreStats
+from cache_store.breaker import Breaker
 from cache_store.resp import Address, Connection, EntryReader
 from errors import CorruptEntry, StoreMoved, StoreUnavailable
+
+log = logging.getLogger(__name__)
 
 # Of an entry in one value, and read before they are verified: in smaller steps the server waits too often.
 VALUE_BYTES = 4 << 20
@@ -37,6 +41,7 @@ _PIPELINED = 1000  # commands on their way at a time
 T = TypeVar("T")
 
 # These have no type hints.
+_Cluster: Any = RedisCluster
 _Node: Any = ClusterNode
 _Sentinel: Any = Sentinel
 _parse: Any = parse_url
@@ -62,6 +67,7 @@ class RedisStore:
         self._budget = budget
         self._direct = direct
         self._server = _Server(url, timeout)
+        self._breakers: dict[str, Breaker] = {}  # of the nodes of a cluster
         self._idle: list[tuple[Address, Connection]] = []
         self._lock = threading.Lock()
 
@@ -84,13 +90,21 @@ class RedisStore:
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
-        def ask(client: Any) -> list[int]:
-            pipeline = client.pipeline(transaction=False)
-            for chunk in chunks:
-                pipeline.exists(_name(chunk.key, 0))
-            return pipeline.execute()  # type: ignore[no-any-return]
-
-        return [bool(found) for found in self._ask(ask)]
+        """See KVStore. A node of a cluster that fails holds nothing, and is left alone for a while if it does again."""
+        there: dict[str, bool] = {}
+        failed: StoreUnavailable | None = None
+        for node, names in self._ask(partial(_nodes, [_name(chunk.key, 0) for chunk in chunks])).items():
+            try:
+                with self._guard(node):
+                    replies = self._ask(partial(_pipelined, [("EXISTS", name) for name in names], node))
+                there.update(zip(names, map(bool, replies), strict=True))
+            except StoreUnavailable as error:
+                failed = error
+        if failed is not None and not there:
+            raise failed
+        if failed is not None:
+            log.warning("a part of the %s", failed)  # "redis tier: ..."
+        return [there.get(_name(chunk.key, 0), False) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         values = _cut(entry.encode(chunk, kv))
@@ -112,8 +126,11 @@ class RedisStore:
         for start in range(0, len(wanted), _PIPELINED):
             held = wanted[start : start + _PIPELINED]
             for index in range(MAX_VALUES):
-                there = self._ask(partial(_retain, [_name(key, index) for key in held], retention))
-                held = [key for key, found in zip(held, there, strict=True) if found]
+                keys = {_name(key, index): key for key in held}
+                held = []
+                for node, names in self._ask(partial(_nodes, list(keys))).items():
+                    replies = self._ask(partial(_pipelined, _retaining(names, retention), node))
+                    held += [keys[name] for name, found in zip(names, replies[1::2], strict=True) if found]
                 if not held:
                     break
 
@@ -154,16 +171,16 @@ class RedisStore:
             except StoreMoved:
                 pass  # redis-py follows, and learns the cluster's new shape
 
-        def fetch(client: Any) -> list[bytes | None]:
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                pipeline.get(name)
-            return pipeline.execute()  # type: ignore[no-any-return]
+        def fetch(client: Any) -> list[Any]:
+            (node,) = _nodes(names, client)
+            return _pipelined([("GET", name) for name in names], node, client)
 
         values = self._server.ask(fetch)
         if values[0] is None:
             return None
         for value, length in zip(values, lengths, strict=True):
+            if not isinstance(value, bytes | None):
+                raise StoreUnavailable(f"redis tier: not a bulk reply: {type(value).__name__}")
             if value is None or len(value) != length:
                 raise CorruptEntry("incomplete" if value is None else "length")
         return entry.read(_Bytes(values).fill, chunk, self._layout, landing, VALUE_BYTES)
@@ -234,6 +251,11 @@ class RedisStore:
             self.stats.count("errors")
             raise
 
+    def _guard(self, node: Any) -> AbstractContextManager[object]:
+        if node is None:
+            return nullcontext()
+        return self._breakers.setdefault(node.name, Breaker(f"redis tier: node {node.name}")).guard()
+
     def _remove_remains(self, key: str) -> None:
         """After a write that failed half-way, which may leave values without their header."""
         with suppress(StoreUnavailable):  # when it does not answer, that is said already
@@ -247,16 +269,20 @@ class _Server:
         self._url = url
         self._scheme, _, self._rest = url.partition("://")
         # Nothing is asked twice: whoever asks has another tier to turn to.
-        self._options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        self._options = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         self._lock = threading.Lock()
         self._client: Any = None
         self._master: Address | None = None
+        self._stale = False  # what the client knows of the cluster
 
     def ask(self, call: Callable[[Any], T]) -> T:
         """`call` of the client, with redis-py's errors as StoreUnavailable."""
         try:
             return call(self._connected())
-        except (redis.RedisError, RedisClusterException) as error:  # the one is not the other's kind
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # where a reply is of another kind than it should be redis-py stumbles anywhere
+            self.forget()
             raise StoreUnavailable(f"redis tier: {type(error).__name__}: {error}") from error
 
     def address(self, name: str) -> Address | None:
@@ -268,8 +294,9 @@ class _Server:
         return self._master
 
     def forget(self) -> None:
-        """After a failure: asks anew who the master is."""
+        """After a failure: asks anew who the master is, or which node has what."""
         self._master = None
+        self._stale = True
 
     def close(self) -> None:
         """Closes the client's connections."""
@@ -280,16 +307,22 @@ class _Server:
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
+            elif self._stale and self._scheme == "redis+cluster":
+                self._client.nodes_manager.initialize()
+            self._stale = False
             return self._client
 
     def _connect(self) -> Any:
         never = Retry(NoBackoff(), 0)
         if self._scheme == "redis+cluster":
             nodes = [_Node(host, port) for host, port in self._nodes()]
-            return RedisCluster(startup_nodes=nodes, retry=never, **self._credentials(), **self._options)
+            return _Cluster(startup_nodes=nodes, retry=never, **self._credentials(), **self._options)
         if self._scheme == "redis+sentinel":
             service, _, db = self._path().partition("/")
-            sentinel = _Sentinel(self._nodes(), sentinel_kwargs=self._options)
+            nodes = self._nodes()
+            # They are asked one after the other: none of them may take the time of all.
+            options = {name: seconds / len(nodes) for name, seconds in self._options.items()}
+            sentinel = _Sentinel(nodes, sentinel_kwargs={"retry": never, **options})
             return sentinel.master_for(service, retry=never, db=int(db or 0), **self._credentials(), **self._options)
         return redis.Redis.from_url(self._url, retry=never, **self._options)
 
@@ -352,6 +385,30 @@ def _node_address(name: str, credentials: dict[str, Any], client: Any) -> Addres
     return Address(node.host, int(node.port), **credentials)
 
 
+def _nodes(names: Iterable[str], client: Any) -> dict[Any, list[str]]:
+    """The nodes of a cluster that have these values, each with its own; None has them where there is no cluster."""
+    nodes: dict[Any, list[str]] = {}
+    for name in names:
+        node = client.get_node_from_key(name) if isinstance(client, _Cluster) else None
+        nodes.setdefault(node, []).append(name)
+    return nodes
+
+
+def _pipelined(commands: Sequence[tuple[str | int, ...]], node: Any, client: Any) -> list[Any]:
+    """The replies of one node. redis-py's pipeline for a cluster would ask a silent one again for each command."""
+    asked = client if node is None else client.get_redis_connection(node)
+    pipeline = asked.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    for index, reply in enumerate(replies):
+        if isinstance(reply, AskError):  # the client follows, and learns where the key is now
+            replies[index] = client.execute_command(*commands[index])
+        elif isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
 def _set(name: str, value: bytes, options: dict[str, int], client: Any) -> None:
     client.set(name, value, **options)
 
@@ -359,7 +416,7 @@ def _set(name: str, value: bytes, options: dict[str, int], client: Any) -> None:
 def _used_bytes(client: Any) -> int:
     """Of the server, or of all nodes of a cluster."""
     told = client.info("memory")
-    nodes = [told] if "used_memory" in told else told.values()
+    nodes = [told] if not told or "used_memory" in told else told.values()
     return sum(int(node["used_memory"]) for node in nodes)
 
 
@@ -380,16 +437,12 @@ def _unlink(names: list[str], client: Any) -> None:
     client.unlink(*names)
 
 
-def _retain(names: list[str], retention: Retention, client: Any) -> list[bool]:
-    """Which of the values there are."""
-    pipeline = client.pipeline(transaction=False)
-    for name in names:
-        if retention.seconds is None:
-            pipeline.persist(name)
-        else:
-            pipeline.pexpire(name, _milliseconds(retention.seconds))
-        pipeline.exists(name)
-    return [bool(there) for there in pipeline.execute()[1::2]]
+def _retaining(names: Iterable[str], retention: Retention) -> list[tuple[str | int, ...]]:
+    """Two commands for each of the values, of which the second says whether there is one."""
+    if retention.seconds is None:
+        return [command for name in names for command in (("PERSIST", name), ("EXISTS", name))]
+    life = _milliseconds(retention.seconds)
+    return [command for name in names for command in (("PEXPIRE", name, life), ("EXISTS", name))]
 
 
 def _lengths(size: int) -> list[int]:

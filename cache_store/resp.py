@@ -215,7 +215,7 @@ def _connected(address: Address, timeout: float) -> socket.socket:
             except OSError:
                 made.close()
                 raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the second: nothing is called so, whoever told us
         raise _unavailable(error) from error
     # From here on the kernel keeps the time: one system call a read, where Python's own timeout takes two.
     made.settimeout(None)
@@ -225,7 +225,7 @@ def _connected(address: Address, timeout: float) -> socket.socket:
     return made
 
 
-def _unavailable(error: OSError) -> StoreUnavailable:
+def _unavailable(error: OSError | ValueError) -> StoreUnavailable:
     if isinstance(error, BlockingIOError | TimeoutError):
         return StoreUnavailable("redis tier: Timeout: no byte in time")
     return StoreUnavailable(f"redis tier: {type(error).__name__}: {error}")

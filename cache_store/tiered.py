@@ -41,10 +41,12 @@ class TieredStore:
         in_flight_bytes: int = 256 << 20,
         pinned: bool = False,
         patience: Mapping[str, float] | None = None,
+        answer: Mapping[str, float] | None = None,
     ) -> None:
         """`pinned`: entries are read into page-locked memory, for a GPU to copy.
 
         patience: by tier, the seconds that a read may be without a byte; others bound their waiting themselves.
+        answer: by tier, the seconds in which it must say what it holds, where these are not its patience.
         """
         self.stats = StoreStats()
         self.tiers = tuple(tiers)
@@ -58,6 +60,7 @@ class TieredStore:
         self._promoting = threading.Lock()  # held by who writes what was read, so that deletions come before or after
         self._deletions = 0
         self._patience = dict(patience or {})
+        self._answer = {**self._patience, **(answer or {})}
         self._reads: dict[Fetch, tuple[Breaker, Call]] = {}  # that have begun
         self._readers = Readers(_READERS)
         self._backlog_bytes = backlog_bytes
@@ -207,7 +210,7 @@ class TieredStore:
 
     def _ask(self, index: int, chunks: Sequence[Chunk]) -> list[bool]:
         """What a tier holds; in a thread of its own where asking may hang, for the device thread asks."""
-        tier, patience = self.tiers[index], self._patience.get(self.tiers[index].name)
+        tier, seconds = self.tiers[index], self._answer.get(self.tiers[index].name)
         answer: Future[list[bool]] = Future()
         calls: list[Call] = []
 
@@ -220,16 +223,16 @@ class TieredStore:
             except Exception as error:
                 answer.set_exception(error)
 
-        if patience is None:
+        if seconds is None:
             ask()
         else:
             threading.Thread(target=ask, name="kv-asking", daemon=True).start()
         try:
-            return answer.result(patience)
+            return answer.result(seconds)
         except TimeoutError:
             for call in calls:  # none when the thread has had no turn yet
                 self._reading[index].give_up(call)
-            raise StoreUnavailable(f"{tier.name} tier: no answer in {patience:g} s") from None
+            raise StoreUnavailable(f"{tier.name} tier: no answer in {seconds:g} s") from None
 
     def _give_up_on_hung(self) -> None:
         """Of the reads that have begun, whoever wants them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+import socketserver
 import struct
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cache_store import entry
-from cache_store.base import ALIGN, ChunkKV, KVLayout, OwnMemory
+from cache_store.base import ALIGN, ChunkKV, KVLayout, OwnMemory, Retention
 from cache_store.codec import CODECS
 from cache_store.disk import DiskStore
 from cache_store.redis import RedisStore
@@ -305,6 +307,11 @@ def test_no_reply_breaks_the_client(puppet: Puppet, noise: bytes) -> None:
     assert peak < 1 << 20
 
 
+def test_an_address_that_is_none_is_a_failing_tier() -> None:
+    with pytest.raises(StoreUnavailable, match="redis tier: UnicodeError"):
+        Connection(Address("a" * 80, 6379), 0.2)
+
+
 def test_torn_replies_are_read_and_replies_out_of_order_are_refused(puppet: Puppet) -> None:
     data, other = stored(1), stored(2)
     cut = [data[:HEADER], data[HEADER:]]
@@ -315,3 +322,113 @@ def test_torn_replies_are_read_and_replies_out_of_order_are_refused(puppet: Pupp
         puppet.says = [b"$%d\r\n%b\r\n" % (len(part), part) for part in wrong]
         with pytest.raises(CorruptEntry):
             puppet.read([len(part) for part in cut])
+
+
+class Liar(socketserver.ThreadingUnixStreamServer):
+    """A Redis that holds nothing, says what it is told to some commands, and hangs up then."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "liar.sock")
+        self.lies: dict[bytes, list[bytes]] = {}  # a reply in the pieces in which it comes; b"*": to whatever is asked
+        super().__init__(self.path, _Lying)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+class _Lying(socketserver.StreamRequestHandler):
+    server: Liar
+
+    def handle(self) -> None:
+        truth = {
+            b"HELLO": b"%1\r\n+proto\r\n:3\r\n",
+            b"GET": b"$-1\r\n",
+            b"EXISTS": b":0\r\n",
+            b"INFO": b"$13\r\nused_memory:1\r\n",
+        }
+        while head := self.rfile.readline():
+            words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(head[1:]))]
+            lie = self.server.lies.get(words[0], self.server.lies.get(b"*"))
+            for piece in [truth.get(words[0], b"+OK\r\n")] if lie is None else lie:
+                self.wfile.write(piece)
+            if lie is not None:
+                return
+
+
+@pytest.fixture(scope="module")
+def liar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liar]:
+    made = Liar(tmp_path_factory.mktemp("liar"))
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def _uses(store: RedisStore) -> dict[str, Callable[[], object]]:
+    return {
+        "get": lambda: store.get(chunk_of(1)),
+        "holds": lambda: store.holds([chunk_of(1)]),
+        "put": lambda: store.put(chunk_of(1), kv_of(1, layout=TINY)),
+        "retain": lambda: store.retain([chunk_of(1).key], Retention()),
+        "delete": lambda: store.delete([chunk_of(1).key]),
+        "used_bytes": store.used_bytes,
+        "whole": lambda: store.whole(chunk_of(1).key),
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "lie", "use"),
+    [
+        ("HELLO", b":1\r\n", "holds"),
+        ("HELLO", b"*0\r\n", "get"),
+        ("GET", b":5\r\n", "get"),
+        ("GET", b":5\r\n", "whole"),
+        ("GET", b"*1\r\n$1\r\nx\r\n", "get"),
+        ("INFO", b":1\r\n", "put"),
+        ("INFO", b"*0\r\n", "used_bytes"),
+        ("INFO", b"$0\r\n\r\n", "put"),
+        ("EXISTS", b"*9999999999999999999999\r\n", "holds"),
+    ],
+)
+def test_a_reply_of_another_kind_is_a_failing_tier(liar: Liar, command: str, lie: bytes, use: str) -> None:
+    liar.lies = {command.encode(): [lie]}
+    store = RedisStore(f"unix://{liar.path}", TINY, timeout=0.2, budget=1 << 30, direct=False)
+    with pytest.raises(StoreUnavailable, match="redis tier: "):
+        _uses(store)[use]()
+    assert store.stats.errors == 1
+    store.close()
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    noise=st.one_of(
+        st.binary(max_size=64), st.lists(st.sampled_from([*WORDS, b"%1", b"_", b"(9", b",x"])).map(b"".join)
+    ),
+    command=st.sampled_from([b"*", b"GET", b"INFO", b"EXISTS", b"SET"]),
+    direct=st.booleans(),
+)
+def test_no_reply_breaks_the_store(liar: Liar, noise: bytes, command: bytes, direct: bool) -> None:
+    liar.lies = {command: [noise]}
+    store = RedisStore(f"unix://{liar.path}", TINY, timeout=0.2, budget=1 << 30, direct=direct)
+    for name, use in _uses(store).items():
+        with suppress(StoreUnavailable):
+            assert use() is None or name != "get"
+    store.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_torn_replies_are_read_and_those_of_others_refused_whoever_reads(liar: Liar, direct: bool) -> None:
+    store = RedisStore(f"unix://{liar.path}", TINY, direct=direct)
+    data, other = (b"$%d\r\n%b\r\n" % (len(entry), entry) for entry in (stored(1), stored(2)))
+    liar.lies = {b"GET": [data[start : start + 777] for start in range(0, len(data), 777)]}
+    assert same(store.get(chunk_of(1)), kv_of(1, layout=TINY))
+    for wrong in (other, data[:100] + other[100:]):
+        liar.lies = {b"GET": [wrong]}
+        assert store.get(chunk_of(1)) is None
+    assert store.stats.rejected.total() == 2
+    assert store.stats.errors == 0
+    liar.lies = {b"GET": [data[: len(data) // 2]]}
+    with pytest.raises(StoreUnavailable):
+        store.get(chunk_of(1))
+    liar.lies = {}
+    assert store.get(chunk_of(1)) is None
+    store.close()

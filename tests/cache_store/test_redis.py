@@ -6,10 +6,13 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -211,6 +214,30 @@ def test_values_that_are_evicted_between_others_are_misses(own_redis: RedisServe
     store.close()
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_replies_that_push_out_the_values_behind_them_are_misses(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Entries of 0.6 MiB in eleven values, in a megabyte and a half: reading evicts as writing does."""
+    monkeypatch.setattr("cache_store.redis.VALUE_BYTES", 1 << 16)
+    layout = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype=torch.float32)
+    store = RedisStore(own_redis.url, layout, timeout=5, direct=direct)
+    ends = Counter[tuple[str, str]]()
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-random")
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + (3 << 19))
+        for number in range(80):
+            store.put(chunk_of(number, 80), kv_of(number, 80, layout))
+            stored = client.exists(*(f"prophetkv:{{{chunk_of(number).key}}}:{index}" for index in range(11)))
+            kv = store.get(chunk_of(number, 80))
+            assert kv is None or same(kv, kv_of(number, 80, layout))
+            ends["whole" if stored == 11 else "parts", "missed" if kv is None else "found"] += 1
+    assert ends.keys() == {("whole", "found"), ("whole", "missed"), ("parts", "missed")}
+    assert store.stats.rejected.keys() == {"incomplete"}
+    assert store.stats.errors == 0
+    store.close()
+
+
 def test_a_write_that_fails_half_way_leaves_no_values(own_redis: RedisServer) -> None:
     with redis.Redis.from_url(own_redis.url) as client:
         client.config_set("maxmemory-policy", "noeviction")
@@ -319,6 +346,9 @@ class Servers:
         self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         return port
 
+    def signal(self, index: int, number: signal.Signals) -> None:
+        self._processes[index].send_signal(number)
+
     def stop(self, index: int) -> None:
         self._processes[index].kill()
         self._processes[index].wait()
@@ -390,19 +420,25 @@ def test_a_retention_reaches_all_values_of_all_entries(redis_server: RedisServer
     store.close()
 
 
+def _cluster(servers: Servers, stack: ExitStack, node_timeout: int) -> tuple[list[int], list[Any]]:
+    """Three nodes: their ports, and a client of each. `node_timeout`: after how many ms they find one of them dead."""
+    buses = [free_port() for _ in range(3)]
+    options = ["cluster-enabled yes", f"cluster-node-timeout {node_timeout}"]
+    ports = [servers.start(*options, f"cluster-port {bus}") for bus in buses]
+    clients = [stack.enter_context(redis.Redis(port=port)) for port in ports]
+    _until(lambda: all(client.ping() for client in clients))
+    for index, client in enumerate(clients):
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * 5462, min(16383, index * 5462 + 5461))
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", ports[index], buses[index])
+    _until(lambda: all(client.cluster("INFO")["cluster_state"] == "ok" for client in clients))
+    _until(lambda: all(len(client.execute_command("CLUSTER SLOTS")) == 3 for client in clients))
+    return ports, clients
+
+
 def test_a_cluster_of_three(servers: Servers) -> None:
     """Entries of several values on all nodes, a slot that moves, a node that dies."""
-    buses = [free_port() for _ in range(3)]
-    ports = [servers.start("cluster-enabled yes", f"cluster-port {bus}", "cluster-node-timeout 2000") for bus in buses]
     with ExitStack() as stack:
-        clients = [stack.enter_context(redis.Redis(port=port)) for port in ports]
-        _until(lambda: all(client.ping() for client in clients))
-        for index, client in enumerate(clients):
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * 5462, min(16383, index * 5462 + 5461))
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", ports[index], buses[index])
-        _until(lambda: all(client.cluster("INFO")["cluster_state"] == "ok" for client in clients))
-        _until(lambda: all(len(client.execute_command("CLUSTER SLOTS")) == 3 for client in clients))
-
+        ports, clients = _cluster(servers, stack, 2000)
         store = RedisStore(f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}", LARGE, timeout=2)
         chunks, kv = [chunk_of(number, 200) for number in range(12)], kv_of(1, 200, LARGE)
         for chunk in chunks:
@@ -424,6 +460,7 @@ def test_a_cluster_of_three(servers: Servers) -> None:
         clients[owner].execute_command("MIGRATE", "127.0.0.1", ports[target], "", 0, 5000, "KEYS", *names)
         for client in (clients[target], clients[owner]):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        assert all(store.holds(chunks))
         for _ in range(2):
             assert same(store.get(chunks[0]), kv)
         store.put(chunks[0], kv)
@@ -437,6 +474,36 @@ def test_a_cluster_of_three(servers: Servers) -> None:
             except StoreUnavailable:
                 lost += 1
         assert lost >= 1
+        store.close()
+
+
+def test_a_replica_takes_the_place_of_a_node_of_a_cluster(servers: Servers) -> None:
+    with ExitStack() as stack:
+        ports, clients = _cluster(servers, stack, 1000)
+        bus = free_port()
+        spare = servers.start("cluster-enabled yes", "cluster-node-timeout 1000", f"cluster-port {bus}")
+        replica: Any = stack.enter_context(redis.Redis(port=spare))
+        _until(replica.ping)
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", spare, bus)
+        lead = clients[0].execute_command("CLUSTER", "MYID")
+        _until(lambda: replica.execute_command("CLUSTER", "REPLICATE", lead))
+        _until(lambda: replica.info("replication")["master_link_status"] == "up")
+        store = RedisStore(f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}", LAYOUT)
+        chunks = [chunk_of(number) for number in range(12)]
+        for number, chunk in enumerate(chunks):
+            store.put(chunk, kv_of(number))
+        clients[0].wait(1, 5000)
+        servers.stop(0)
+        _until(lambda: replica.info("replication")["role"] == "master")
+
+        def held() -> bool:
+            try:
+                return all(store.holds(chunks))
+            except StoreUnavailable:
+                return False
+
+        _until(held)
+        assert all(same(store.get(chunk), kv_of(number)) for number, chunk in enumerate(chunks))
         store.close()
 
 
@@ -467,6 +534,71 @@ def test_a_master_behind_sentinel_that_changes(servers: Servers) -> None:
                 return False
 
         _until(found)
+        store.close()
+
+
+@pytest.mark.parametrize("frozen", [1, 3])
+def test_a_cluster_with_frozen_nodes_is_slow_a_few_times_only(servers: Servers, frozen: int) -> None:
+    """What the other nodes have is found all the time."""
+    with ExitStack() as stack:
+        ports, clients = _cluster(servers, stack, 60_000)
+        url = ",".join(f"127.0.0.1:{port}" for port in ports)
+        tier = RedisStore(f"redis+cluster://{url}", LAYOUT, timeout=0.25)
+        store = TieredStore([MemoryStore(0), tier], answer={"redis": 1})
+        chunks = [chunk_of(number) for number in range(30)]
+        for number, chunk in enumerate(chunks):
+            tier.put(chunk, kv_of(number))
+        healthy = {name for client in clients[frozen:] for name in client.keys("prophetkv:*")}
+        well = [f"prophetkv:{{{chunk.key}}}:0".encode() in healthy for chunk in chunks]
+        assert store.holds(chunks) == [True] * 30
+        for index in range(frozen):
+            servers.signal(index, signal.SIGSTOP)
+        start = time.monotonic()
+        for _ in range(100):
+            assert store.holds(chunks) == (well if frozen == 1 else [False] * 30)
+        assert time.monotonic() - start < 5
+        assert 3 <= tier.stats.errors <= 10
+        for chunk, there in zip(chunks, well, strict=True):
+            assert not there or store.lookup(chunk).tier == "redis"
+        for index in range(frozen):
+            servers.signal(index, signal.SIGCONT)
+        _until(lambda: all(store.holds(chunks)))
+        store.close()
+
+
+def test_a_host_whose_name_is_never_resolved_holds_up_nobody_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def silent(*arguments: Any, **options: Any) -> Any:
+        gate.wait()
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    store = TieredStore([MemoryStore(0), RedisStore("redis://nowhere", LAYOUT)], answer={"redis": 0.1})
+    told = [store.locate_many([chunk_of(1)]) for _ in range(5)]
+    unanswered, paused = "redis tier: no answer in 0.1 s", "redis tier: paused after repeated failures"
+    assert told == [([None], (fault,)) for fault in (unanswered, unanswered, unanswered, paused, paused)]
+    gate.set()
+    deadline = time.monotonic() + 30
+    while any(thread.name == "kv-asking" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["refusing", "silent"])
+def test_sentinels_that_are_down_or_frozen_cost_a_timeout_in_all(kind: str) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        places = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        if kind == "refusing":
+            stack.close()
+        store = RedisStore(f"redis+sentinel://{','.join(places)}/kv", LAYOUT, timeout=0.25)
+        start = time.monotonic()
+        for call in (lambda: store.holds([chunk_of(1)]), lambda: store.get(chunk_of(1))):
+            with pytest.raises(StoreUnavailable, match="MasterNotFoundError"):
+                call()
+        assert time.monotonic() - start < 2
+        assert store.stats.errors == 2
         store.close()
 
 
