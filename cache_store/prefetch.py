@@ -18,7 +18,8 @@ class Prefetcher:
     """Begins fetches and keeps them until the request has loaded its chunks or ends: who asks the store joins them.
 
     At most `max_bytes` are on their way or kept; what exceeds them is left to the request itself. Of a tier that is not
-    worth it one chunk is read now and then all the same, for nobody: else nobody would learn that it has become fast.
+    worth it one chunk is read now and then all the same, beyond these bytes: else nobody would learn that it has become
+    fast.
     """
 
     def __init__(
@@ -59,15 +60,18 @@ class Prefetcher:
         for chunk, place in zip(chunks, places, strict=True):
             if place is None:
                 continue
-            if not choosy or self._worth(chunk, place):
-                with self._lock:
-                    kept = self._kept.get(owner)
-                    if kept is not None and self._held() + len(chunk.token_ids) * self._token_bytes <= self._max_bytes:
-                        kept.append(self._store.fetch(chunk))
-            elif self._max_bytes and time.monotonic() - self._tried.get(place, float("-inf")) >= _TRIAL_SECONDS:
-                self._tried[place] = time.monotonic()
-                with self._lock:
-                    self._kept.setdefault(f"trial of {place}", [])[:] = [self._store.fetch(chunk)]
+            now, trial = time.monotonic(), choosy and not self._worth(chunk, place)
+            if trial and now - self._tried.get(place, float("-inf")) < _TRIAL_SECONDS:
+                continue
+            with self._lock:
+                kept = self._kept.get(owner)
+                if kept is None:
+                    return  # the request needs nothing any more
+                if trial:
+                    self._tried[place] = now
+                elif self._held() + len(chunk.token_ids) * self._token_bytes > self._max_bytes:
+                    continue
+                kept.append(self._store.fetch(chunk))
 
     def _held(self) -> int:
         """Under the lock."""

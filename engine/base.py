@@ -95,7 +95,8 @@ class Decision:
     """What `auto` chose, and what it expected, in milliseconds from the chunks' loading to the first token's logits.
 
     loaded, computed: how many chunks reuse has from a tier, and how many it computes because that is faster or no tier
-    holds them. missing: the chunks that no tier holds, to be encoded afterwards when a full prefill ran.
+    holds them. missing: the chunks that no tier holds, to be encoded afterwards when a full prefill ran. trial: the way
+    that looked slower was chosen, to learn what it takes.
     """
 
     strategy: str
@@ -103,6 +104,7 @@ class Decision:
     loaded: int
     computed: int
     missing: tuple[Chunk, ...]
+    trial: bool
 
 
 @dataclass(slots=True)

@@ -65,7 +65,8 @@ def _measure(model: Model, prefixes: PrefixCache, prefix: tuple[int, ...], token
 def calibrate_tiers(tiers: Sequence[KVStore], layout: KVLayout, controller: Controller) -> None:
     """Writes and reads a small entry in every tier, and a larger one where that was quick; leaves nothing behind.
 
-    A tier that fails now keeps its first guess, until it gives something.
+    A full tier evicts for them what it would evict for the next chunk. One that fails now keeps its first guess, until
+    it gives something.
     """
     for tier in tiers:
         samples: list[tuple[tuple[float, float], float]] = []
@@ -75,17 +76,19 @@ def calibrate_tiers(tiers: Sequence[KVStore], layout: KVLayout, controller: Cont
                 kv = ChunkKV.pack([torch.zeros(shape, dtype=layout.dtype) for _ in range(layout.layers)], layout.codec)
                 chunk = Chunk(digest_fields("calibration", str(tokens)), (0,) * tokens)
                 tier.put(chunk, kv)
-                if tier.holds([chunk]) == [False]:
-                    break  # there is no room for it
-                for _ in range(2):  # the second finds code and connection warm
-                    start = time.perf_counter()
-                    if tier.get(chunk) is None:
-                        raise StoreUnavailable(f"{tier.name} tier: does not give back what it took")
-                    seconds = time.perf_counter() - start
-                    if seconds > _ENOUGH_SECONDS:
-                        break
-                tier.delete([chunk.key])
-                samples.append(((1, kv.nbytes), seconds))
+                try:
+                    if tier.holds([chunk]) == [False]:
+                        break  # there is no room for it
+                    for _ in range(2):  # the second finds code and connection warm
+                        start = time.perf_counter()
+                        if tier.get(chunk) is None:
+                            raise StoreUnavailable(f"{tier.name} tier: does not give back what it took")
+                        seconds = time.perf_counter() - start
+                        if seconds > _ENOUGH_SECONDS:
+                            break
+                    samples.append(((1, kv.nbytes), seconds))
+                finally:
+                    tier.delete([chunk.key])
                 if seconds > _ENOUGH_SECONDS:
                     break
         except StoreError as error:

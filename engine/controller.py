@@ -8,6 +8,7 @@ every request.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import torch
 
 from cache_store.base import Chunk, KVStore
 from engine.base import Decision, Work
-from engine.costs import LinearCost
+from engine.costs import PACE, LinearCost
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
 
 # Reuse must promise to save this share of a full prefill: it is an approximation, and predictions err.
 MARGIN = 0.05
+# Of the time, what goes to the way that looks slower: one that is never taken would look slow for ever.
+TRIALS = 0.02
 
 # First guesses, in seconds a unit, before anything was measured.
 _SECONDS_PER_FLOP = 1e-11
 _SECONDS_PER_BYTE = 1e-9
 _SECONDS_PER_READ = 1e-4
 _READ_PACE = 0.5  # media change more suddenly than devices, and slow ones are read seldom
+_TRIAL_PACE = 0.5  # trials are seldom, too
 _ATTENTION = 2  # times as long for an operation of attention as for one of a linear layer
 _ROWS_PER_CALL = 16  # a layer's call costs about as much as so many rows, for it reads the layer's weights
 
@@ -51,6 +55,7 @@ class Controller:
         self._tiers = tuple(tiers)
         self.reads: dict[str, LinearCost] = defaultdict(lambda: LinearCost((_SECONDS_PER_READ, _SECONDS_PER_BYTE)))
         self._seen = {tier.name: (0, 0, 0.0) for tier in self._tiers}
+        self._chance = random.Random(0)
 
     def amounts(self, work: Work) -> tuple[float, ...]:
         """What `compute` counts: layer calls; operations of linear layers, causal attention, other attention and column
@@ -61,9 +66,9 @@ class Controller:
         causal, scattered = 2 * pair * work.causal, 2 * pair * (work.pairs - work.causal)
         return work.calls, linear, causal, scattered, pair * work.scored, work.turned
 
-    def observe(self, work: Work, seconds: float) -> None:
-        """The device did `work` in so many seconds."""
-        self.compute.observe(self.amounts(work), seconds)
+    def observe(self, work: Work, seconds: float, trial: bool = False) -> None:
+        """The device did `work` in so many seconds. `trial`: see Decision."""
+        self.compute.observe(self.amounts(work), seconds, _TRIAL_PACE if trial else PACE)
 
     def observe_reads(self) -> None:
         """Takes in what the tiers have counted since the last time."""
@@ -104,6 +109,8 @@ class Controller:
     ) -> tuple[Decision, set[str]]:
         """The faster of a full prefill and ProphetKV, and the keys of the chunks that this had better compute.
 
+        Where chunks can be loaded the slower one is tried now and then, by chance.
+
         places: the tier that holds each chunk, None where none does. budget: context tokens that Stage II recomputes.
         layers, scoring: whose attention Stage I averages, and how many of the last rows score.
         """
@@ -113,12 +120,16 @@ class Controller:
         first, second = _stages(layout, budget, layers, scoring, self._model.layout.layers, self._token_bytes)
         full = self.predict(self._model.full_work(len(layout)))
         chosen, reuse, compute = choose(loading, computing, self.predict(first), self.predict(second), full)
+        seconds = {"prophetkv": reuse, "full": full}
+        other = "full" if chosen == "prophetkv" else "prophetkv"
+        trial = False in compute and self._chance.random() * seconds[other] < TRIALS * seconds[chosen]
         return Decision(
-            strategy=chosen,
-            predicted_ms={"prophetkv": reuse * 1000, "full": full * 1000},
+            strategy=other if trial else chosen,
+            predicted_ms={name: value * 1000 for name, value in seconds.items()},
             loaded=compute.count(False),
             computed=compute.count(True),
             missing=tuple(chunk for chunk, tier in zip(chunks, places, strict=True) if tier is None),
+            trial=trial,
         ), {chunk.key for chunk, anew in zip(chunks, compute, strict=True) if anew}
 
 

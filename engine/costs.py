@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-_PACE = 0.2  # of a measurement's news that is believed
+PACE = 0.2  # of a measurement's news that is believed
 _ROUNDS, _LEARNING_PACE = 200, 0.5
 _CREDIBLE = 1.0  # a measurement that is off by more than e times counts as if it were off by e times
 
@@ -27,7 +27,7 @@ class LinearCost:
         """Seconds."""
         return sum(cost * amount for cost, amount in zip(self.coefficients, amounts, strict=True))
 
-    def observe(self, amounts: Sequence[float], seconds: float, pace: float = _PACE) -> None:
+    def observe(self, amounts: Sequence[float], seconds: float, pace: float = PACE) -> None:
         """These amounts took `seconds`. Without amounts, or in no time, it says nothing."""
         predicted = self.predict(amounts)
         if predicted <= 0.0 or seconds <= 0.0:

@@ -54,5 +54,6 @@ def encode(source: KVSource, request: EncodeRequest) -> EventSteps:
 
 def _prefilled(prefill: Prefill) -> Prefilled:
     controller, full = prefill.controller, prefill.model.full_work(len(prefill.layout))
-    controller.observe(prefill.usage.work, prefill.device_seconds())
+    decision = prefill.usage.decision
+    controller.observe(prefill.usage.work, prefill.device_seconds(), decision is not None and decision.trial)
     return Prefilled(prefill.usage, dict(prefill.timings), controller.predict(full) * 1000)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,8 @@ def certify(model: Model, codecs: Sequence[str]) -> list[Certificate]:
                 other.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="batchmean"
             )
             overlap = len(set(chosen.tolist()) & set(theirs.tolist())) / len(chosen)
-            total += torch.tensor([max(0.0, float(kl)), overlap], dtype=torch.float64)
+            # Rounding may bring it below 0. What is no number stays none, and does not pass.
+            total += torch.tensor([float(kl.clamp(min=0.0)), overlap], dtype=torch.float64)
     return [Certificate(codec, *(total / _PROMPTS).tolist()) for codec, total in sums.items()]
 
 
@@ -127,8 +129,11 @@ def _sample(model: Model) -> tuple[int, ...]:
 
 
 def _remembered(model: Model, codec: str, folder: Path) -> Certificate | None:
-    known = _known(folder).get(_name(model, codec))
-    return None if known is None else Certificate(codec, known["kl"], known["overlap"])
+    found: Any = _known(folder).get(_name(model, codec))
+    try:
+        return Certificate(codec, float(found["kl"]), float(found["overlap"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _remember(model: Model, certificate: Certificate, folder: Path) -> None:
@@ -139,8 +144,8 @@ def _remember(model: Model, certificate: Certificate, folder: Path) -> None:
     temporary.replace(folder / _FILE)
 
 
-def _known(folder: Path) -> dict[str, dict[str, float]]:
-    """What was measured before. A file that is none is as good as none: everything in it can be measured again."""
+def _known(folder: Path) -> dict[str, Any]:
+    """What was measured before. What is malformed is as good as nothing: everything can be measured again."""
     try:
         found = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError):

@@ -17,7 +17,8 @@ from cache_store.entry import examine
 from cache_store.keys import chunk_key
 from cache_store.redis import RedisStore
 from engine.base import Encoded, EncodeRequest
-from errors import CorruptEntry
+from engine.plain import PlainModel
+from errors import CorruptEntry, ReuseRefused
 from retriever.catalogue import Catalogue
 from retriever.database import Database
 from retriever.jobs import Jobs
@@ -82,12 +83,17 @@ def purge(settings: Settings, collection: str | None, document: str | None) -> i
 async def warm(settings: Settings, collection: str | None) -> Counter[str]:
     """Computes the KV of all chunks that no tier holds; returns where the chunks were found.
 
-    Raises ConfigError when a server runs on the data folder.
+    Raises ConfigError when a server runs on the data folder, and ReuseRefused when the model's KV is not reused.
     """
     runtime = Runtime(settings.model_copy(update={"precompute": False}))
     await runtime.start()
     tiers = Counter[str]()
     try:
+        if isinstance(runtime.model, PlainModel):
+            raise ReuseRefused(
+                f"no KV is computed ahead, for every answer is a full prefill: {runtime.model.refused}; "
+                "configure another model, or do without"
+            )
         for name in [collection] if collection is not None else runtime.catalogue.collections():
             for digest, ids in runtime.catalogue.live_tokens(name).items():
                 request = EncodeRequest(uuid.uuid4().hex, (Chunk(chunk_key(runtime.space, digest), ids),))

@@ -134,3 +134,28 @@ def test_only_what_is_stored_and_worth_it_is_read(rig: Rig) -> None:
     until(lambda: rig.begun() == keys(1, 2, 3))
     rig.begin("c", [4], choosy=False)
     until(lambda: rig.begun() == keys(1, 2, 3, 4))
+
+
+def test_a_slow_tier_is_tried_too_where_nothing_is_read_ahead() -> None:
+    rig = Rig(max_bytes=0)
+    rig.worthless |= {chunk_of(2).key, chunk_of(3).key}
+    rig.tier.gate.set()
+    rig.begin("a", [1, 2, 3], choosy=True)
+    until(lambda: rig.begun() == keys(2))
+    rig.begin("b", [2, 3], choosy=True)  # too soon for another trial
+    rig.begin("c", [2, 3], choosy=False)
+    assert rig.begun() == keys(2)
+    assert rig.tier.stats.hits == 1
+    rig.close()
+
+
+def test_a_trial_holds_nothing_when_the_request_that_it_came_with_has_no_more_to_load(rig: Rig) -> None:
+    rig.worthless.add(chunk_of(2).key)
+    rig.begin("a", [2], choosy=True)
+    until(lambda: rig.begun() == keys(2))
+    rig.made.end("a")
+    assert rig.made.held() == 0
+    rig.tier.gate.set()
+    until(lambda: rig.tier.stats.hits == 1)  # what was begun is read to its end
+    until(lambda: not rig.store._fetches)  # and nobody keeps it
+    assert rig.store.room.taken == 0

@@ -41,7 +41,7 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def know(model: object, prefixes: object, prefix: object, controller: Controller) -> None:
         controller.compute = LinearCost((1e-9, 3e-11, 3e-11, 3e-11, 3e-11, 1e-11))
-        monkeypatch.setattr(controller, "observe", lambda work, seconds: None)
+        monkeypatch.setattr(controller, "observe", lambda work, seconds, trial=False: None)
 
     monkeypatch.setattr("service.runtime.calibrate", know)
 

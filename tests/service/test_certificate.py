@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
+from cache_store.base import ChunkKV
 from engine.model import Model
 from errors import ConfigError
 from service import certificate
@@ -48,6 +52,38 @@ def test_a_codec_is_measured_once_for_a_model(model: Model, tmp_path: Path, monk
     require_certified(model, "int8", tmp_path)
     assert made == ["int8", "int4", "int8", "int8"]
     assert list(json.loads((tmp_path / "certificates.json").read_text())) == ["another model int8 1"]
+
+
+@pytest.mark.parametrize(
+    "entry", [7, None, [], {}, {"kl": 0.001}, {"kl": None, "overlap": 1.0}, {"kl": "little", "overlap": 1.0}]
+)
+def test_a_malformed_entry_is_measured_again(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: object
+) -> None:
+    monkeypatch.setattr(certificate, "certify", lambda model, codecs: [Certificate(codecs[0], 0.001, 0.95)])
+    require_certified(model, "int8", tmp_path)
+    path = tmp_path / "certificates.json"
+    measured = path.read_text()
+    path.write_text(json.dumps(dict.fromkeys(json.loads(measured), entry)))
+    require_certified(model, "int8", tmp_path)
+    assert path.read_text() == measured
+
+
+def test_a_codec_behind_which_logits_are_no_numbers_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in the last layer's V: Stage I, which needs none of it, still chooses the same tokens."""
+
+    def pack(layers: list[Tensor], codec: str) -> ChunkKV:
+        layers[-1][1] = float("nan")
+        return ChunkKV.pack(layers, "raw")
+
+    monkeypatch.setattr(certificate, "ChunkKV", SimpleNamespace(pack=pack))
+    (found,) = certify(model, ["int8"])
+    assert (math.isnan(found.kl), found.overlap, found.passed) == (True, 1.0, False)
+    for _ in range(2):  # measured and remembered
+        with pytest.raises(ConfigError, match=r"KV_CODEC=int8 is not good enough for this model: .* nan nats"):
+            require_certified(model, "int8", tmp_path)
 
 
 def test_few_tokens_in_common_are_refused_too(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,3 +149,19 @@ def test_store_stats_verify_purge_and_warm(
     status, text = store("verify")
     assert status == 1
     assert "0: cannot be read: Is a directory" in text
+
+
+def test_there_is_nothing_to_warm_for_a_model_whose_kv_is_not_reused(
+    make_server: MakeServer, gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(gpt2_folder).start()
+    with server.http() as http:
+        http.put("/documents/one", json={"text": "one two three"}, params={"wait": 60})
+    server.stop()
+    for name, value in server.settings.items():
+        monkeypatch.setenv(f"PROPHETKV_{name.upper()}", str(value))
+    result = CliRunner().invoke(app, ["warm"], env={"COLUMNS": "400"})
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 1
+    assert text.startswith("no KV is computed ahead, for every answer is a full prefill: model family 'gpt2' is not")
+    assert text.endswith("; configure another model, or do without")
