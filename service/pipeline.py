@@ -293,6 +293,7 @@ class Pipeline:
                 "decision": decision
                 and {
                     "strategy": decision.strategy,
+                    "trial": decision.trial,
                     "predicted_ms": predicted,
                     "chunks": {
                         "load": decision.loaded,

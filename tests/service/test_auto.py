@@ -66,7 +66,7 @@ def test_auto_learns_that_a_tier_is_slow_and_that_it_is_fast_again(
     server.runtime.store.flush()
     told = usage_of(server)
     chunks = told["decision"]["chunks"]
-    assert (told["strategy"], told["decision"]["strategy"]) == ("full", "full")
+    assert (told["strategy"], told["decision"]["strategy"], told["decision"]["trial"]) == ("full", "full", False)
     assert chunks["missing"] == 0
     count = chunks["load"] + chunks["compute"]
     assert count > 5
