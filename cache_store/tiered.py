@@ -6,8 +6,9 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
@@ -144,7 +145,7 @@ class TieredStore:
                     del self._retentions[key]
         for tier, breaker in zip(self.tiers, self._writing, strict=True):
             try:
-                with breaker.guard():
+                with breaker.guard(), _failures_of(tier):
                     tier.retain(wanted, retention)
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
@@ -165,7 +166,8 @@ class TieredStore:
         failed: StoreError | None = None
         for tier in self.tiers:
             try:
-                tier.delete(wanted)
+                with _failures_of(tier):
+                    tier.delete(wanted)
             except StoreError as error:
                 failed = error
         if failed is not None:
@@ -213,7 +215,8 @@ class TieredStore:
 
         def ask() -> None:
             try:
-                with self._reading[index].guard(proves=False) as call:  # who says what there is may still not give it
+                # Who says what there is may still not give it.
+                with self._reading[index].guard(proves=False) as call, _failures_of(tier):
                     calls.append(call)
                     held = tier.holds(chunks)
                 answer.set_result(held)
@@ -250,7 +253,7 @@ class TieredStore:
         for index in range(len(self.tiers))[which]:
             tier = self.tiers[index]
             try:
-                with self._reading[index].guard() as call:
+                with self._reading[index].guard() as call, _failures_of(tier):
                     kv = self._read(index, fetch, call)
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
@@ -299,7 +302,7 @@ class TieredStore:
     def _write(self, index: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
         tier = self.tiers[index]
         try:
-            with self._writing[index].guard():
+            with self._writing[index].guard(), _failures_of(tier):
                 tier.put(chunk, kv, retention)
         except StoreError as error:
             tier.stats.count("dropped_writes")
@@ -315,10 +318,21 @@ class TieredStore:
                 self._busy = True
             try:
                 job()
-            except Exception:
-                log.exception("kv writer: unexpected error, write dropped")
             finally:
                 with self._changed:
                     self._busy = False
                     self._pending_bytes -= size
                     self._changed.notify_all()
+
+
+@contextmanager
+def _failures_of(tier: KVStore) -> Iterator[None]:
+    """An error that no tier should raise is a failure of the tier like others: counted, told, and heard by breakers."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        tier.stats.count("errors")
+        log.exception("kv tier %s: unexpected error", tier.name)
+        raise StoreUnavailable(f"{tier.name} tier: {type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 
 from cache_store import entry
 from cache_store.base import ALIGN, KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
@@ -549,20 +550,57 @@ def test_reads_that_nobody_wants_any_more_are_not_made(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_error_nobody_thought_of_is_a_miss_and_not_a_hang(tmp_path: Path) -> None:
+def test_an_error_nobody_thought_of_is_a_failure_of_the_tier(tmp_path: Path) -> None:
     class Broken(DiskStore):
         def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
             landing.buffer(100)
             raise ZeroDivisionError("a bug")
 
+        def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+            raise ZeroDivisionError("a bug")
+
         def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
             raise ZeroDivisionError("a bug")
 
-    store = TieredStore([MemoryStore(0), Broken(tmp_path, LAYOUT, 1 << 20)])
-    loaded = run(ChunkSource(store, Encoder()).load(chunk_of(1)))
-    assert (loaded.tier, loaded.faults) == ("computed", ("kv reader: unexpected error",))
+        def delete(self, keys: Iterable[str]) -> None:
+            raise ZeroDivisionError("a bug")
+
+    broken, last = Broken(tmp_path / "1", LAYOUT, 1 << 20), DiskStore(tmp_path / "2", LAYOUT, 1 << 20)
+    store = TieredStore([MemoryStore(0), broken, last])
+    source = ChunkSource(store, Encoder())
+    told, paused = "disk tier: ZeroDivisionError: a bug", "disk tier: paused after repeated failures"
+    assert store.locate_many([chunk_of(9)]) == ([None], (told,))
+    assert [run(source.load(chunk_of(n))).faults for n in range(5)] == [(told,)] * 2 + [(paused,)] * 3
+    store.flush()
+    assert (broken.stats.errors, broken.stats.dropped_writes) == (3 + 3, 5)
+    assert (store.stats.misses, last.stats.writes) == (5, 5)
+    with pytest.raises(StoreUnavailable, match="a bug"):
+        store.delete([chunk_of(1).key])
+    assert last.holds([chunk_of(1)]) == [False]
     store.close()
     assert store.room.taken == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no memory"), MemoryError()])
+def test_memory_that_cannot_be_had_costs_neither_an_answer_nor_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    memory = MemoryStore(1 << 20, pinned=True)
+    with pytest.raises(StoreUnavailable, match="memory tier"):
+        memory.put(chunk_of(1), kv_of(1))
+    store = TieredStore([memory, DiskStore(tmp_path, LAYOUT, 1 << 20)])
+    source = ChunkSource(store, Encoder())
+    assert run(source.load(chunk_of(1))).tier == "computed"
+    store.flush()
+    loaded = run(source.load(chunk_of(1)))
+    assert (loaded.tier, loaded.faults) == ("disk", ())
+    assert same(whole(loaded), kv_of(1))
+    assert (memory.stats.errors, memory.stats.dropped_writes) == (3, 2)
+    store.close()
 
 
 def test_a_store_leaves_no_threads_and_no_open_files(tmp_path: Path, redis_server: RedisServer) -> None:
