@@ -51,7 +51,7 @@ class MemoryStore:
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         with self._lock:
-            return [chunk.key in self._entries for chunk in chunks]
+            return [chunk.key in self._entries and not self._ledger.overdue(chunk.key) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         kv = self._moved(kv)

@@ -103,6 +103,30 @@ def test_pinning_more_than_the_budget_refuses_instead_of_overflowing() -> None:
     assert ledger.nbytes == 60
 
 
+def test_what_cannot_be_removed_stays_in_the_books_and_is_tried_last() -> None:
+    ledger = filled("lru", 30, 30, 30)
+    removed: list[str] = []
+
+    def remove(key: str) -> None:
+        if key == "1":
+            raise OSError("no")
+        removed.append(key)
+
+    with pytest.raises(OSError, match="no"):
+        ledger.admit("new", 70, 70, remove=remove)
+    assert (removed, ledger.nbytes, "new" in ledger) == (["0"], 60, False)
+    assert ledger.admit("new", 70, 70, remove=remove) == ["2"]
+    assert ledger.nbytes == 100
+
+
+def test_what_is_there_anyway_counts_beyond_the_budget_until_there_is_a_reason_to_go() -> None:
+    ledger = filled("lru", 60)
+    ledger.enter("1", 60, 60)
+    assert ledger.nbytes == 120
+    assert ledger.admit("2", 10, 10) == ["0"]
+    assert ledger.nbytes == 70
+
+
 def test_a_replaced_entry_counts_once() -> None:
     ledger = filled("lru", 60)
     assert ledger.admit("0", 80, 80) == []
@@ -206,6 +230,7 @@ def test_tiers_keep_what_is_pinned_and_forget_what_has_expired(tmp_path: Path, k
     assert same(store.get(chunk_of(0)), kv_of(0))
     store.put(chunk_of(1), kv_of(1), Retention(seconds=0.05))
     time.sleep(0.1)
+    assert store.holds([chunk_of(0), chunk_of(1)]) == [True, False]
     assert store.get(chunk_of(1)) is None
     store.put(chunk_of(2), kv_of(2), Retention(seconds=0.05))
     time.sleep(0.1)
