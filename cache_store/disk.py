@@ -12,8 +12,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,50 +38,48 @@ class DiskStore:
         self._layout = layout
         self._ledger = Ledger(budget, policy)
         self._writing = threading.RLock()  # whoever changes files holds it, so that books and folder agree
-        self._scan()
+        with self._failures():
+            self._scan()
 
     def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
         start = time.perf_counter()
-        if not self._ledger.touch(chunk.key):
-            self.delete([chunk.key])
-        try:
-            kv = self._read(chunk, landing)
-        except FileNotFoundError:
-            if chunk.key in self._ledger:
-                self._strike(chunk.key)
+        kv = None
+        with self._failures():
+            try:
+                if self._ledger.touch(chunk.key):
+                    kv = self._read(chunk, landing)
+                else:
+                    self._discard(chunk.key)
+            except FileNotFoundError:
+                if chunk.key in self._ledger:
+                    self._strike(chunk.key)
+            except CorruptEntry as error:
+                self.stats.reject(error.reason)
+                self._discard(chunk.key)
+        if kv is None:
             self.stats.count("misses")
             return None
-        except CorruptEntry as error:
-            self.stats.reject(error.reason)
-            self.stats.count("misses")
-            self.delete([chunk.key])
-            return None
-        except OSError as error:
-            raise self._failed(error) from error
         self.stats.hit(kv.nbytes, start)
         return kv
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
-        return [os.path.exists(self._path(chunk.key)) for chunk in chunks]
+        with self._failures():
+            return [not self._ledger.overdue(chunk.key) and _exists(self._path(chunk.key)) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         size = entry.entry_bytes(kv.layout, kv.tokens)
         pieces = entry.encode(chunk, kv)
-        with self._writing:
-            # A former file goes first: the budget has no room for two.
-            self.delete([chunk.key, *self._ledger.expired()])
-            evicted = self._ledger.admit(chunk.key, size, kv.tokens, retention)
-            if evicted is None:
+        with self._failures(), self._writing:
+            self._unlink([chunk.key])  # a former file goes first: the budget has no room for two
+            for key in self._ledger.expired():
+                self._discard(key)
+            if self._ledger.admit(chunk.key, size, kv.tokens, retention, self._evict) is None:
                 self.stats.count("dropped_writes")
                 return
             try:
-                self._unlink(evicted)
-                self.stats.count("evictions", len(evicted))
                 self._ledger.resize(chunk.key, self._publish(Path(self._path(chunk.key)), pieces))
-            except BaseException as error:
-                self._forget(chunk.key)
-                if isinstance(error, OSError):
-                    raise self._failed(error) from error
+            except BaseException:
+                self._strike(chunk.key)
                 raise
             self.stats.count("writes")
             self._take_stock()
@@ -90,11 +88,8 @@ class DiskStore:
         self._ledger.retain(keys, retention)
 
     def delete(self, keys: Iterable[str]) -> None:
-        try:
-            with self._writing:
-                self._unlink(keys)
-        except OSError as error:
-            raise self._failed(error) from error
+        with self._failures(), self._writing:
+            self._unlink(keys)
 
     def close(self) -> None:
         pass
@@ -115,19 +110,32 @@ class DiskStore:
             self._adopt(chunk, _bytes_on_disk(status))
         return kv
 
+    def _discard(self, key: str) -> None:
+        """Removes what is of no use any more. To fail in that is no failure of what else is done."""
+        with suppress(StoreUnavailable):  # it is counted; and a write under this key will fail of it
+            self.delete([key])
+
     def _strike(self, key: str) -> None:
         """Takes out of the books what is not there any more: somebody else has removed it."""
         with self._writing:
-            if not os.path.exists(self._path(key)):
+            if not _exists(self._path(key)):
                 self._forget(key)
 
     def _adopt(self, chunk: Chunk, nbytes: int) -> None:
         """Takes up what another process published, if it is still there."""
         with self._writing:
-            if os.path.exists(self._path(chunk.key)):
-                evicted = self._ledger.admit(chunk.key, nbytes, len(chunk.token_ids))
-                self._unlink([chunk.key] if evicted is None else evicted)
-                self._take_stock()
+            if _exists(self._path(chunk.key)):
+                self._take_up(chunk.key, nbytes, len(chunk.token_ids))
+
+    def _take_up(self, key: str, nbytes: int, cost: float) -> None:
+        """Counts a file that is there, also where nothing can be removed to make room for it."""
+        try:
+            if self._ledger.admit(key, nbytes, cost, remove=self._evict) is None:
+                self._evict(key)
+        except OSError:
+            self.stats.count("errors")
+            self._ledger.enter(key, nbytes, cost)
+        self._take_stock()
 
     def _publish(self, path: Path, pieces: list[memoryview]) -> int:
         """Writes a file under another name and renames it when it is whole; returns its bytes on disk."""
@@ -140,10 +148,22 @@ class DiskStore:
     def _path(self, key: str) -> str:
         return f"{self._folder}/{key[:2]}/{key}.kv"  # a Path takes a fifth of the time of reading a megabyte
 
+    def _evict(self, key: str) -> None:
+        self._unlink([key])
+        self.stats.count("evictions")
+
     def _unlink(self, keys: Iterable[str]) -> None:
+        """Removes files. Those that cannot be removed stay in the books, and the last one's error is raised."""
+        failed: OSError | None = None
         for key in keys:
-            Path(self._path(key)).unlink(missing_ok=True)
-            self._forget(key)
+            try:
+                Path(self._path(key)).unlink(missing_ok=True)
+            except OSError as error:
+                failed = error
+            else:
+                self._forget(key)
+        if failed is not None:
+            raise failed
 
     def _forget(self, key: str) -> None:
         self._ledger.forget(key)
@@ -152,22 +172,36 @@ class DiskStore:
     def _take_stock(self) -> None:
         self.stats.entries, self.stats.nbytes = len(self._ledger), self._ledger.nbytes
 
-    def _failed(self, error: OSError) -> StoreUnavailable:
-        self.stats.count("errors")
-        return StoreUnavailable(f"disk tier: {error}")
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.stats.count("errors")
+            raise StoreUnavailable(f"disk tier: {error}") from error
 
     def _scan(self) -> None:
         """Takes stock of the folder: adopts entries, oldest first, and sweeps what a killed process left behind."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.glob("*/*.tmp"):
-            with suppress(FileNotFoundError):
+        for path in [path for folder in self._folder.iterdir() for path in folder.glob("*.tmp")]:
+            try:
                 _sweep(path)
+            except FileNotFoundError:
+                pass
+            except OSError:  # a read-only folder still serves
+                self.stats.count("errors")
         token = self._layout.layers * self._layout.block_bytes(1)
         for path, size in stored_files(self._folder):
-            evicted = self._ledger.admit(path.stem, size, size / token)
-            self._unlink([path.stem] if evicted is None else evicted)
-            self.stats.count("evictions", 1 if evicted is None else len(evicted))
-        self._take_stock()
+            self._take_up(path.stem, size, size / token)
+
+
+def _exists(path: str) -> bool:
+    """Raises OSError where that cannot be said, unlike os.path.exists."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sweep(temporary: Path) -> None:
@@ -183,11 +217,19 @@ def _sweep(temporary: Path) -> None:
 
 
 def stored_files(folder: Path) -> list[tuple[Path, int]]:
-    """The entries' files below `folder`, of whatever model, least recently used first, with their bytes on disk."""
+    """The entries' files below `folder`, of whatever model, least recently used first, with their bytes on disk.
+
+    What cannot be looked at comes first, with none.
+    """
     found = []
     for path in folder.glob("*/*.kv"):
-        with suppress(FileNotFoundError):
+        try:
             status = path.stat()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found.append((0.0, path, 0))
+        else:
             found.append((status.st_mtime, path, _bytes_on_disk(status)))
     return [(path, size) for _, path, size in sorted(found)]
 

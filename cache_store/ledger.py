@@ -54,31 +54,46 @@ class Ledger:
     def __contains__(self, key: str) -> bool:
         return key in self._records
 
-    def admit(self, key: str, nbytes: int, cost: float, retention: Retention = KEEP) -> list[str] | None:
-        """Reserves room for an entry and returns the keys that must go for it; the key itself may be held already.
+    def admit(
+        self,
+        key: str,
+        nbytes: int,
+        cost: float,
+        retention: Retention = KEEP,
+        remove: Callable[[str], object] = lambda key: None,
+    ) -> list[str] | None:
+        """Reserves room for an entry and returns the keys that went for it; the key itself may be held already.
 
-        None when it cannot have room: it is larger than what is not pinned.
+        `remove` takes away what is to go. When it raises, that stays in the books, to be tried again after all others.
+        None when the entry cannot have room: it is larger than what is not pinned.
         """
-        with self._lock:
-            former = self._records.get(key)
-            held = former.nbytes if former is not None else 0
-            pinned = self._pinned - (held if former is not None and former.pinned else 0)
-            if nbytes > self.budget - pinned:
-                return None
-            evicted = []
-            while self.nbytes - held + nbytes > self.budget:
+        evicted: list[str] = []
+        while True:
+            with self._lock:
+                former = self._records.get(key)
+                held = former.nbytes if former is not None else 0
+                pinned = self._pinned - (held if former is not None and former.pinned else 0)
+                if nbytes > self.budget - pinned:
+                    return None
+                if self.nbytes - held + nbytes <= self.budget:
+                    self._enter(key, nbytes, cost, retention)
+                    return evicted
                 victim = self._lowest(key)
                 self._level = max(self._level, self._records[victim].priority) if self._policy == "cost" else 0.0
-                self._drop(victim)
-                evicted.append(victim)
-            if former is not None:
-                self._drop(key)
-            record = _Record(nbytes, cost, retention.pinned, self._end(retention), former.uses if former else 0)
-            self._records[key] = record
-            self.nbytes += nbytes
-            self._pinned += nbytes * record.pinned
-            self._use(key, record)
-            return evicted
+            try:
+                remove(victim)
+            except BaseException:
+                with self._lock:
+                    if victim in self._records:
+                        self._use(victim, self._records[victim])
+                raise
+            self.forget(victim)
+            evicted.append(victim)
+
+    def enter(self, key: str, nbytes: int, cost: float) -> None:
+        """Takes up an entry that is there already, even beyond the budget."""
+        with self._lock:
+            self._enter(key, nbytes, cost, KEEP)
 
     def touch(self, key: str) -> bool:
         """Notes a use. False when the entry has expired: it is to be removed."""
@@ -90,6 +105,11 @@ class Ledger:
                 return False
             self._use(key, record)
             return True
+
+    def overdue(self, key: str) -> bool:
+        """True when the entry has expired, to which nothing is done."""
+        record = self._records.get(key)
+        return record is not None and record.expires <= self._clock()
 
     def expired(self) -> list[str]:
         """The keys whose time has passed."""
@@ -124,6 +144,16 @@ class Ledger:
             if known:
                 self._drop(key)
             return known
+
+    def _enter(self, key: str, nbytes: int, cost: float, retention: Retention) -> None:
+        former = self._records.get(key)
+        if former is not None:
+            self._drop(key)
+        record = _Record(nbytes, cost, retention.pinned, self._end(retention), former.uses if former else 0)
+        self._records[key] = record
+        self.nbytes += nbytes
+        self._pinned += nbytes * record.pinned
+        self._use(key, record)
 
     def _end(self, retention: Retention) -> float:
         return float("inf") if retention.seconds is None else self._clock() + retention.seconds

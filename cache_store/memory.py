@@ -10,6 +10,7 @@ import torch
 
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, Retention, StoreStats
 from cache_store.ledger import Ledger, Policy
+from errors import StoreUnavailable
 
 _HOST = torch.device("cpu")
 
@@ -50,7 +51,7 @@ class MemoryStore:
 
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         with self._lock:
-            return [chunk.key in self._entries for chunk in chunks]
+            return [chunk.key in self._entries and not self._ledger.overdue(chunk.key) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         kv = self._moved(kv)
@@ -81,11 +82,15 @@ class MemoryStore:
         self.delete(list(self._entries))
 
     def _moved(self, kv: ChunkKV) -> ChunkKV:
-        if self._pinned and not kv.body.is_pinned():
-            return ChunkKV(kv.layout, kv.tokens, kv.body.pin_memory())
-        if kv.body.device != self._device:
-            return ChunkKV(kv.layout, kv.tokens, kv.body.to(self._device))
-        return kv
+        try:
+            if self._pinned and not kv.body.is_pinned():
+                return ChunkKV(kv.layout, kv.tokens, kv.body.pin_memory())
+            if kv.body.device != self._device:
+                return ChunkKV(kv.layout, kv.tokens, kv.body.to(self._device))
+            return kv
+        except (RuntimeError, MemoryError) as error:  # torch has the one for memory of every kind
+            self.stats.count("errors")
+            raise StoreUnavailable(f"{self.name} tier: {type(error).__name__}: {error}") from error
 
     def _remove(self, key: str) -> None:
         self._entries.pop(key, None)

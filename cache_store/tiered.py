@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, KVStore, Landing, Retention, StoreStats
@@ -20,6 +23,22 @@ log = logging.getLogger(__name__)
 
 _READERS = 8  # chunks that are read at a time
 _CLOSING_SECONDS = 5.0  # for reads that have begun
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """How long an entry is to be kept, from `begin` of time.monotonic() on."""
+
+    retention: Retention
+    begin: float
+
+    def left(self) -> Retention:
+        """How long from now on."""
+        pinned, seconds = self.retention.pinned, self.retention.seconds
+        return Retention(pinned, None if seconds is None else max(0.0, self.begin + seconds - time.monotonic()))
+
+
+_KEPT = _Term(KEEP, 0.0)
 
 
 class TieredStore:
@@ -54,7 +73,7 @@ class TieredStore:
         self._pinned = pinned
         self._reading = [Breaker(f"{tier.name} tier") for tier in tiers]
         self._writing = [Breaker(f"writes to the {tier.name} tier") for tier in tiers]
-        self._retentions: dict[str, Retention] = {}
+        self._terms: dict[str, _Term] = {}
         self._fetches: weakref.WeakValueDictionary[str, Fetch] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._promoting = threading.Lock()  # held by who writes what was read, so that deletions come before or after
@@ -135,20 +154,27 @@ class TieredStore:
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
         self._forget_fetches([chunk.key])
-        self._store(len(self.tiers), chunk, kv, retention)
+        with self._lock:
+            term = self._terms.get(chunk.key)
+            self._begin(chunk.key, retention if term is None else term.retention)
+        self._store(len(self.tiers), chunk, kv)
 
     def retain(self, keys: Iterable[str], retention: Retention) -> None:
-        """As in KVStore, and holds for entries too that are written later. A tier that fails does as it did."""
-        wanted = list(keys)
+        """As in KVStore, and holds for entries too that are written later; what has been told already changes nothing.
+
+        A tier that fails goes on as before, until the next start tells it. Breakers are not asked: most tiers need no
+        medium for it, and one whose writing pauses still gives.
+        """
         with self._lock:
-            for key in wanted:
-                self._retentions[key] = retention
-                if retention == KEEP:
-                    del self._retentions[key]
-        for tier, breaker in zip(self.tiers, self._writing, strict=True):
+            changed = [key for key in keys if self._term(key).retention != retention]
+            for key in changed:
+                self._begin(key, retention)
+        if not changed:
+            return
+        for tier in self.tiers:
             try:
-                with breaker.guard():
-                    tier.retain(wanted, retention)
+                with _failures_of(tier):
+                    tier.retain(changed, retention)
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
 
@@ -160,7 +186,7 @@ class TieredStore:
         wanted = list(keys)
         with self._lock:
             for key in wanted:
-                self._retentions.pop(key, None)
+                self._terms.pop(key, None)
         self._forget_fetches(wanted)
         with self._promoting:
             self._deletions += 1
@@ -168,7 +194,8 @@ class TieredStore:
         failed: StoreError | None = None
         for tier in self.tiers:
             try:
-                tier.delete(wanted)
+                with _failures_of(tier):
+                    tier.delete(wanted)
             except StoreError as error:
                 failed = error
         if failed is not None:
@@ -216,7 +243,8 @@ class TieredStore:
 
         def ask() -> None:
             try:
-                with self._reading[index].guard(proves=False) as call:  # who says what there is may still not give it
+                # Who says what there is may still not give it.
+                with self._reading[index].guard(proves=False) as call, _failures_of(tier):
                     calls.append(call)
                     held = tier.holds(chunks)
                 answer.set_result(held)
@@ -253,7 +281,7 @@ class TieredStore:
         for index in range(len(self.tiers))[which]:
             tier = self.tiers[index]
             try:
-                with self._reading[index].guard() as call:
+                with self._reading[index].guard() as call, _failures_of(tier):
                     kv = self._read(index, fetch, call)
             except StoreError as error:
                 log.warning("kv tier %s failed: %s", tier.name, error)
@@ -263,7 +291,7 @@ class TieredStore:
                 self.stats.count("misses" if fetch.given_up else "hits")
                 with self._promoting:
                     if self._deletions == deletions:  # else it may be of these
-                        self._store(index, fetch.chunk, kv, KEEP)
+                        self._store(index, fetch.chunk, kv)
                 fetch.settle(kv, tier.name, fetch.faults)
                 return True
             if fetch.given_up:
@@ -284,26 +312,40 @@ class TieredStore:
                 del self._reads[fetch]
                 self._readers.add(-fetch.given_up)  # back in its place
 
-    def _store(self, count: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
+    def _begin(self, key: str, retention: Retention) -> None:
+        """Under the lock: an entry is to be kept so from now on."""
+        if retention == KEEP:
+            self._terms.pop(key, None)
+        else:
+            self._terms[key] = _Term(retention, time.monotonic())
+
+    def _term(self, key: str) -> _Term:
+        return self._terms.get(key, _KEPT)
+
+    def _store(self, count: int, chunk: Chunk, kv: ChunkKV) -> None:
         """Writes to the first `count` tiers."""
-        retention = self._retentions.get(chunk.key, retention)
         for index in range(count):
             if index == 0:
-                self._write(index, chunk, kv, retention)
+                self._write(index, chunk, kv)
                 continue
             with self._changed:
                 if self._pending_bytes and self._pending_bytes + kv.resident > self._backlog_bytes:
                     self.tiers[index].stats.count("dropped_writes")
                     continue
                 self._pending_bytes += kv.resident
-                self._jobs.append((kv.resident, partial(self._write, index, chunk, kv, retention)))
+                self._jobs.append((kv.resident, partial(self._write, index, chunk, kv)))
                 self._changed.notify_all()
 
-    def _write(self, index: int, chunk: Chunk, kv: ChunkKV, retention: Retention) -> None:
-        tier = self.tiers[index]
+    def _write(self, index: int, chunk: Chunk, kv: ChunkKV) -> None:
+        tier, term = self.tiers[index], self._term(chunk.key)
+        left = term.left()
+        if left.seconds == 0:
+            return
         try:
-            with self._writing[index].guard():
-                tier.put(chunk, kv, retention)
+            with self._writing[index].guard(), _failures_of(tier):
+                tier.put(chunk, kv, left)
+                if self._term(chunk.key).retention != term.retention:  # told before the tier had the entry
+                    tier.retain([chunk.key], self._term(chunk.key).left())
         except StoreError as error:
             tier.stats.count("dropped_writes")
             log.warning("kv tier %s did not take a write: %s", tier.name, error)
@@ -318,10 +360,21 @@ class TieredStore:
                 self._busy = True
             try:
                 job()
-            except Exception:
-                log.exception("kv writer: unexpected error, write dropped")
             finally:
                 with self._changed:
                     self._busy = False
                     self._pending_bytes -= size
                     self._changed.notify_all()
+
+
+@contextmanager
+def _failures_of(tier: KVStore) -> Iterator[None]:
+    """An error that no tier should raise is a failure of the tier like others: counted, told, and heard by breakers."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        tier.stats.count("errors")
+        log.exception("kv tier %s: unexpected error", tier.name)
+        raise StoreUnavailable(f"{tier.name} tier: {type(error).__name__}: {error}") from error

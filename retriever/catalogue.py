@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from sqlalchemy import delete, func, select
+from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session
 
 from errors import NotFound
@@ -81,6 +81,10 @@ class Change:
     added: tuple[int, ...]
     removed: tuple[int, ...]
     state: str
+
+
+# Tokens digest of a chunk, and collection and metadata of a document that has it.
+Holder = tuple[str, str, dict[str, Any]]
 
 
 class Catalogue:
@@ -175,7 +179,7 @@ class Catalogue:
             return self._info(session, self._document(session, collection, name))
 
     def delete_document(self, collection: str, name: str) -> Change:
-        """Removes the document and all that hangs on it; notes chunk tokens nobody holds any more. Raises NotFound."""
+        """Removes the document and all that hangs on it; notes the chunk tokens that it held. Raises NotFound."""
         with self._database.write() as session:
             row = self._document(session, collection, name)
             revisions = list(session.scalars(select(RevisionRow.id).filter_by(document_id=row.id)))
@@ -265,28 +269,22 @@ class Catalogue:
                 query = query.where(DocumentRow.id == self._document(session, collection, document).id)
             return {digest: token_ids(ids) for digest, ids in session.execute(query)}
 
-    def holders(
-        self, document: tuple[str, str] | None = None, revision: int | None = None
-    ) -> list[tuple[str, str, dict[str, Any]]]:
-        """Tokens digest, collection and metadata, once for each document that has a chunk of these tokens.
-
-        Of all chunks, or of those of one `document` (collection and name) or one `revision`.
-        """
+    def holders(self, document: tuple[str, str] | None = None, revision: int | None = None) -> list[Holder]:
+        """Once for each document that has a chunk, of all chunks, or of those of one `document` or one `revision`."""
         with self._database.read() as session:
-            query = (
-                select(ChunkRow.tokens_digest, CollectionRow.name, DocumentRow.attributes)
-                .join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
-                .join(DocumentRow, DocumentRow.id == RevisionRow.document_id)
-                .join(CollectionRow, CollectionRow.id == DocumentRow.collection_id)
-            )
-            if document is not None or revision is not None:
-                wanted = select(ChunkRow.tokens_digest).join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
-                if document is not None:
-                    wanted = wanted.where(RevisionRow.document_id == self._document(session, *document).id)
-                else:
-                    wanted = wanted.where(RevisionRow.id == revision)
-                query = query.where(ChunkRow.tokens_digest.in_(wanted))
-            return [(digest, collection, metadata) for digest, collection, metadata in session.execute(query)]
+            wanted = select(ChunkRow.tokens_digest).join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
+            if document is not None:
+                wanted = wanted.where(RevisionRow.document_id == self._document(session, *document).id)
+            if revision is not None:
+                wanted = wanted.where(RevisionRow.id == revision)
+            return self._holders(session, wanted)
+
+    def remaining_holders(self) -> list[Holder]:
+        """`holders` of those chunks that have lost one since this was asked last."""
+        with self._database.write() as session:
+            found = self._holders(session, select(PurgeRow.tokens_digest))
+            session.execute(delete(PurgeRow).where(PurgeRow.tokens_digest.in_(select(ChunkRow.tokens_digest))))
+            return found
 
     def vectors(self, collection: str, dim: int) -> Iterator[tuple[int, Vectors]]:
         """Chunk id and vectors of every live chunk of the collection."""
@@ -370,6 +368,16 @@ class Catalogue:
             updated_at=row.updated_at,
         )
 
+    def _holders(self, session: Session, digests: Select[Any]) -> list[Holder]:
+        query = (
+            select(ChunkRow.tokens_digest, CollectionRow.name, DocumentRow.attributes)
+            .join(RevisionRow, RevisionRow.id == ChunkRow.revision_id)
+            .join(DocumentRow, DocumentRow.id == RevisionRow.document_id)
+            .join(CollectionRow, CollectionRow.id == DocumentRow.collection_id)
+            .where(ChunkRow.tokens_digest.in_(digests))
+        )
+        return [(digest, collection, metadata) for digest, collection, metadata in session.execute(query)]
+
     def _drop_revisions(self, session: Session, revisions: Sequence[int]) -> list[int]:
         """Deletes revisions with their chunks; returns the chunk ids."""
         chunks = list(session.scalars(select(ChunkRow.id).where(ChunkRow.revision_id.in_(revisions))))
@@ -378,11 +386,10 @@ class Catalogue:
         return chunks
 
     def _drop_chunks(self, session: Session, chunks: Sequence[int]) -> list[int]:
-        """Deletes chunks and notes for purging those token sequences that no other chunk has."""
+        """Deletes chunks and notes their token sequences."""
         digests = set(session.scalars(select(ChunkRow.tokens_digest).where(ChunkRow.id.in_(chunks))))
         session.execute(delete(ChunkRow).where(ChunkRow.id.in_(chunks)))
-        kept = set(session.scalars(select(ChunkRow.tokens_digest).where(ChunkRow.tokens_digest.in_(digests))))
-        for digest in digests - kept:
+        for digest in digests:
             session.merge(PurgeRow(tokens_digest=digest))
         return list(chunks)
 

@@ -182,11 +182,10 @@ class Jobs:
             return list(session.scalars(select(KeySpaceRow.space)))
 
     def purges(self) -> list[str]:
-        """Tokens digests whose KV is to be removed. Those that a document holds again meanwhile are left out."""
-        with self._database.write() as session:
-            held = select(ChunkRow.id).where(ChunkRow.tokens_digest == PurgeRow.tokens_digest).exists()
-            session.execute(delete(PurgeRow).where(held))
-            return list(session.scalars(select(PurgeRow.tokens_digest)))
+        """Tokens digests whose KV is to be removed. Those that a document holds, still or again, are left out."""
+        held = select(ChunkRow.id).where(ChunkRow.tokens_digest == PurgeRow.tokens_digest).exists()
+        with self._database.read() as session:
+            return list(session.scalars(select(PurgeRow.tokens_digest).where(~held)))
 
     def purged(self, digests: Iterable[str]) -> None:
         """The KV of these is gone from every tier."""

@@ -136,7 +136,7 @@ class JobRow(Base):
 
 
 class PurgeRow(Base):
-    """Chunk tokens that no document holds any more and whose KV is still to be removed from the tiers."""
+    """Chunk tokens that a document does not hold any more: their KV is to be removed, or kept as others want."""
 
     __tablename__ = "purges"
     tokens_digest: Mapped[str] = mapped_column(String(64), primary_key=True)

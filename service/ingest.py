@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from cache_store.keys import chunk_key
 from cache_store.tiered import TieredStore
 from engine.base import EncodeRequest, EngineClient
 from errors import Cancelled, CatalogueUnavailable
-from retriever.catalogue import Catalogue
+from retriever.catalogue import Catalogue, Holder
 from retriever.jobs import JobInfo, Jobs, Work
 from retriever.retriever import Retriever
 from service.backlog import Backlog
@@ -84,7 +84,9 @@ class Ingestor:
         """Takes up what a former process left and starts the workers."""
         await asyncio.to_thread(self._jobs.recover)
         self._spaces = await asyncio.to_thread(self._jobs.register_key_space, self._space)
-        await asyncio.to_thread(self._retain, but=KEEP)  # the tiers have just been opened: they keep everything
+        holders = await asyncio.to_thread(self._catalogue.holders)
+        # The tiers have just been opened: they keep everything.
+        await asyncio.to_thread(self._retain, holders, but=KEEP)
         if self._precompute:
             await asyncio.to_thread(self._jobs.encode_again, self._space)
         self._tasks = [
@@ -118,10 +120,12 @@ class Ingestor:
 
     async def retain(self, collection: str, document: str) -> None:
         """Tells the tiers how long the document's chunks are to be kept, after its metadata changed."""
-        await asyncio.to_thread(self._retain, document=(collection, document))
+        holders = await asyncio.to_thread(self._catalogue.holders, (collection, document))
+        await asyncio.to_thread(self._retain, holders)
 
     async def purge_now(self) -> None:
-        """Removes the KV of chunks that no document holds from every tier, as far as the tiers answer now."""
+        """After a deletion: removes the KV of chunks that no document holds, as far as the tiers answer now."""
+        await asyncio.to_thread(self._retain_remaining)
         await self._delete_kv(await asyncio.to_thread(self._jobs.purges))
         self._wake["purge"].set()
 
@@ -168,6 +172,8 @@ class Ingestor:
         if not await asyncio.to_thread(self._retriever.index, work, progress):
             return  # replaced or deleted meanwhile; whoever did it has cancelled the job
         self._wake["purge"].set()
+        holders = await asyncio.to_thread(self._catalogue.holders, revision=work.revision)
+        await asyncio.to_thread(self._retain, holders)
         if self._precompute:
             await asyncio.to_thread(self._jobs.next_stage, work.job, "precompute")
             self._wake["precompute"].set()
@@ -177,7 +183,6 @@ class Ingestor:
     async def _encode(self, work: Work) -> None:
         held = await asyncio.to_thread(self._catalogue.revision_chunks, work.revision)
         chunks = [Chunk(chunk_key(self._space, digest), ids) for digest, ids in held]
-        await asyncio.to_thread(self._retain, revision=work.revision)
         done = 0
         while done < len(chunks):
             async with self.encoding:
@@ -224,6 +229,7 @@ class Ingestor:
     async def _purge(self) -> None:
         while not self._stopping.is_set():
             self._wake["purge"].clear()
+            await self._insist(self._retain_remaining)
             digests = await self._insist(self._jobs.purges)
             if not digests:
                 await self._wake["purge"].wait()
@@ -238,14 +244,12 @@ class Ingestor:
             else:
                 await self._pause()
 
-    def _retain(
-        self, document: tuple[str, str] | None = None, revision: int | None = None, but: Retention | None = None
-    ) -> None:
-        """Tells the tiers how long the chunks of a document, a revision, or of all are to be kept.
+    def _retain_remaining(self) -> None:
+        """Tells the tiers how long chunks are to be kept for those that still hold them."""
+        self._retain(self._catalogue.remaining_holders())
 
-        `but`: a retention that they need not be told.
-        """
-        holders = self._catalogue.holders(document, revision)
+    def _retain(self, holders: Iterable[Holder], but: Retention | None = None) -> None:
+        """Tells the tiers how long chunks are to be kept. `but`: a retention that they need not be told."""
         by_retention: dict[Retention, list[str]] = {}
         for digest, retention in self._retention.of_chunks(holders).items():
             by_retention.setdefault(retention, []).append(chunk_key(self._space, digest))

@@ -11,6 +11,7 @@ from typing import Any
 
 from cache_store.base import KEEP, Retention
 from errors import InvalidInput
+from retriever.catalogue import Holder
 
 FIELD = "kv_retention"
 _LONGEST_SECONDS = 10 * 365 * 86400
@@ -48,8 +49,8 @@ class RetentionRules:
         except (KeyError, InvalidInput):
             return self._rules.get(collection, KEEP)
 
-    def of_chunks(self, holders: Iterable[tuple[str, str, dict[str, Any]]]) -> dict[str, Retention]:
-        """By tokens digest. `holders`: digest, collection and metadata, once for each document that has the chunk."""
+    def of_chunks(self, holders: Iterable[Holder]) -> dict[str, Retention]:
+        """By tokens digest. `holders`: once for each document that has the chunk."""
         wanted: dict[str, Retention] = {}
         for digest, collection, metadata in holders:
             asked = self.of(collection, metadata)

@@ -32,7 +32,7 @@ from engine.generate import encode, generate
 from engine.model import Model, load_model, tokenizer_digest
 from engine.plain import PlainModel
 from engine.strategies import SERVED
-from errors import ConfigError, NotReady
+from errors import ConfigError, NotReady, StoreUnavailable
 from retriever.catalogue import Catalogue
 from retriever.database import Database
 from retriever.embedding import Embedder
@@ -269,7 +269,10 @@ def _tiers(settings: Settings, model: Model | PlainModel) -> list[KVStore]:
         tiers.append(MemoryStore(settings.device_bytes, policy, "device", model.device))
     tiers.append(MemoryStore(settings.memory_bytes, policy, pinned=on_gpu))
     if settings.disk_bytes:
-        tiers.append(DiskStore(Path(settings.data_dir) / "kv", layout, settings.disk_bytes, policy))
+        try:
+            tiers.append(DiskStore(Path(settings.data_dir) / "kv", layout, settings.disk_bytes, policy))
+        except StoreUnavailable as error:
+            raise ConfigError(f"{error}; mend the folder, or do without it by PROPHETKV_DISK_BYTES=0") from error
     if settings.redis_url:
         timeout = settings.redis_timeout_ms / 1000
         tiers.append(RedisStore(settings.redis_url, layout, timeout, settings.redis_bytes))

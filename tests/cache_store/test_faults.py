@@ -10,15 +10,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
+import torch
 
 from cache_store import entry
 from cache_store.base import ALIGN, KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, OwnMemory, Retention, StoreStats
@@ -81,18 +82,30 @@ def test_a_full_disk_drops_writes_and_serves_reads(small_disk: Path) -> None:
     store.close()
 
 
-def test_what_is_read_only_serves_and_takes_nothing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    DiskStore(small_disk, LAYOUT, 1 << 30).put(chunk_of(1), kv_of(1))
+@contextmanager
+def read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes a `small_disk` read-only meanwhile."""
     with ExitStack() as stack:
-        if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=False).returncode == 0:
-            stack.callback(subprocess.run, ["mount", "-o", "remount,rw", str(small_disk)], check=True)
+        if subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=False).returncode == 0:
+            stack.callback(subprocess.run, ["mount", "-o", "remount,rw", str(folder)], check=True)
         else:
 
             def refused(*arguments: Any, **options: Any) -> Any:
                 raise OSError(errno.EROFS, "Read-only file system")
 
+            patch = stack.enter_context(monkeypatch.context())
             for name in ("utime", "writev", "unlink", "replace", "mkdir"):
-                monkeypatch.setattr(os, name, refused)
+                patch.setattr(os, name, refused)
+        yield
+
+
+def used(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*.kv"))
+
+
+def test_what_is_read_only_serves_and_takes_nothing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DiskStore(small_disk, LAYOUT, 1 << 30).put(chunk_of(1), kv_of(1))
+    with read_only(small_disk, monkeypatch):
         disk = DiskStore(small_disk, LAYOUT, 1 << 30)
         store = TieredStore([MemoryStore(0), disk])
         for _ in range(5):
@@ -107,18 +120,151 @@ def test_what_is_read_only_serves_and_takes_nothing(small_disk: Path, monkeypatc
         store.close()
 
 
-OPERATIONS = ("open", "writev", "readv", "fstat", "utime", "close", "unlink", "replace", "mkdir")
+def test_what_is_read_only_and_beyond_the_budget_serves_all_it_has(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = DiskStore(small_disk, LAYOUT, 1 << 30)
+    for number in range(4):
+        first.put(chunk_of(number), kv_of(number))
+    (small_disk / "00" / "dead.tmp").write_bytes(b"x")
+    with read_only(small_disk, monkeypatch):
+        disk = DiskStore(small_disk, LAYOUT, 2 * ENTRY)
+        assert all(same(disk.get(chunk_of(number)), kv_of(number)) for number in range(4))
+        assert disk.stats.nbytes == used(small_disk) == 4 * ENTRY
+        assert disk.stats.errors == 3  # two that should have gone, and the leftover
+    disk.put(chunk_of(4), kv_of(4))
+    assert disk.stats.nbytes == used(small_disk) == 2 * ENTRY
+
+
+def test_what_is_of_no_use_on_a_read_only_disk_is_a_miss_and_pauses_writing_only(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = DiskStore(small_disk, LAYOUT, 1 << 30)
+    for number in range(3):
+        first.put(chunk_of(number), kv_of(number))
+    next(small_disk.rglob(f"{chunk_of(0).key}.kv")).write_bytes(b"x")
+    with read_only(small_disk, monkeypatch):
+        disk = DiskStore(small_disk, LAYOUT, 1 << 30)
+        store = TieredStore([MemoryStore(0), disk])
+        disk.retain([chunk_of(1).key], Retention(seconds=0.01))
+        time.sleep(0.05)
+        for _ in range(5):
+            found = [store.lookup(chunk_of(number)) for number in range(3)]
+            assert [fetch.kv is not None for fetch in found] == [False, False, True]
+            assert all(fetch.faults == () for fetch in found)
+        assert (disk.stats.misses, disk.stats.rejected["length"], disk.stats.errors) == (10, 5, 10)
+        for _ in range(5):
+            store.put(chunk_of(0), kv_of(0))
+        store.flush()
+        assert (disk.stats.dropped_writes, disk.stats.errors) == (5, 13)
+        assert same(store.lookup(chunk_of(2)).kv, kv_of(2))
+        store.close()
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, key: str) -> Iterator[None]:
+    """A call of the system fails meanwhile for one entry."""
+    real = getattr(os, name)
+
+    def call(path: Any, *arguments: Any, **options: Any) -> Any:
+        if key in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, call)
+        yield
+
+
+def test_what_cannot_be_removed_counts_and_keeps_no_other_from_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 4 * ENTRY)
+    for number in range(4):
+        disk.put(chunk_of(number), kv_of(number))
+    with failing(monkeypatch, "unlink", chunk_of(1).key):
+        with pytest.raises(StoreUnavailable):
+            disk.put(chunk_of(9, 60), kv_of(9, 60))  # takes the room of two
+        assert disk.stats.nbytes == used(tmp_path) == 3 * ENTRY
+        disk.put(chunk_of(9, 60), kv_of(9, 60))
+        assert [name in files(tmp_path) for name in (f"{chunk_of(n).key}.kv" for n in (0, 1, 2, 3, 9))] == [
+            False, True, False, True, True
+        ]  # fmt: skip
+        assert disk.stats.nbytes == used(tmp_path) <= 4 * ENTRY
+        with pytest.raises(StoreUnavailable):
+            disk.delete([chunk_of(number).key for number in (1, 3, 9)])
+        assert files(tmp_path) == [f"{chunk_of(1).key}.kv"]
+        assert disk.stats.nbytes == ENTRY
+        disk.retain([chunk_of(1).key], Retention(seconds=0.01))
+        time.sleep(0.05)
+        disk.put(chunk_of(2), kv_of(2))  # although what has expired is still there
+    disk.put(chunk_of(3), kv_of(3))
+    assert disk.stats.nbytes == used(tmp_path) == 2 * ENTRY
+
+
+def test_what_another_process_wrote_counts_even_where_nothing_can_go_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = DiskStore(tmp_path, LAYOUT, 2 * ENTRY), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    for number in range(2):
+        mine.put(chunk_of(number), kv_of(number))
+    other.put(chunk_of(2), kv_of(2))
+    with failing(monkeypatch, "unlink", chunk_of(0).key):
+        assert same(mine.get(chunk_of(2)), kv_of(2))
+        assert mine.stats.nbytes == used(tmp_path) == 3 * ENTRY
+    assert mine.stats.errors == 1
+    mine.put(chunk_of(3), kv_of(3))
+    assert mine.stats.nbytes == used(tmp_path) == 2 * ENTRY
+
+
+def test_a_disk_that_cannot_say_what_it_holds_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    disk.put(chunk_of(1), kv_of(1))
+    store = TieredStore([MemoryStore(0), disk])
+    with failing(monkeypatch, "stat", chunk_of(1).key):
+        told = [store.locate_many([chunk_of(1)]) for _ in range(4)]
+        assert all(places == [None] for places, _ in told)
+        assert ["Input/output error" in fault for _, (fault,) in told] == [True] * 3 + [False]
+        assert disk.stats.errors == 3
+        next(tmp_path.rglob("*.kv")).rename(tmp_path / "away")
+        with pytest.raises(StoreUnavailable):
+            disk.get(chunk_of(1))
+        assert disk.stats.entries == 1  # it may be there
+    assert disk.get(chunk_of(1)) is None
+    assert disk.stats.entries == 0
+    store.close()
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_of_the_tier(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "kv"):
+        with pytest.raises(StoreUnavailable, match=r"disk tier: .*file"):
+            DiskStore(folder, LAYOUT, 1 << 20)
+
+
+def test_a_file_that_cannot_be_looked_at_keeps_nobody_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    for number in range(2):
+        first.put(chunk_of(number), kv_of(number))
+    with failing(monkeypatch, "stat", chunk_of(0).key):
+        disk = DiskStore(tmp_path, LAYOUT, 1 << 20)
+    assert all(same(disk.get(chunk_of(number)), kv_of(number)) for number in range(2))
+
+
+OPERATIONS = ("open", "writev", "readv", "fstat", "stat", "utime", "close", "unlink", "replace", "mkdir")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_whichever_call_fails_the_store_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The first, second, third ... system call of a put and two gets fails, until none is left to fail."""
+    """The first, second, third ... system call of what a request does fails, until none is left to fail."""
     real = {name: getattr(os, name) for name in OPERATIONS}
     left = [0]
 
-    def failing(name: str) -> Callable[..., Any]:
+    def counted(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             left[0] -= 1
             if left[0] == 0:
@@ -135,13 +281,15 @@ def test_whichever_call_fails_the_store_says_so_and_goes_on(
         store = DiskStore(folder, LAYOUT, 1 << 20)
         with monkeypatch.context() as patch:
             for name in OPERATIONS:
-                patch.setattr(os, name, failing(name))
+                patch.setattr(os, name, counted(name))
             left[0] = index
             told = 0
-            for writes in (True, False, False):
+            for what in ("put", "holds", "get", "get"):
                 try:
-                    if writes:
+                    if what == "put":
                         store.put(chunk_of(1), kv_of(1))
+                    elif what == "holds":
+                        store.holds([chunk_of(1)])
                     else:
                         found = store.get(chunk_of(1))
                         assert found is None or same(found, kv_of(1))
@@ -156,7 +304,7 @@ def test_whichever_call_fails_the_store_says_so_and_goes_on(
         assert same(store.get(chunk_of(1)), kv_of(1))
         assert files(folder) == [f"{chunk_of(1).key}.kv"]
         assert store.stats.nbytes == ENTRY
-    assert failures >= 12
+    assert failures >= 13
 
 
 class During(OwnMemory):
@@ -549,20 +697,57 @@ def test_reads_that_nobody_wants_any_more_are_not_made(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_error_nobody_thought_of_is_a_miss_and_not_a_hang(tmp_path: Path) -> None:
+def test_an_error_nobody_thought_of_is_a_failure_of_the_tier(tmp_path: Path) -> None:
     class Broken(DiskStore):
         def get(self, chunk: Chunk, landing: Landing = OWN_MEMORY) -> ChunkKV | None:
             landing.buffer(100)
             raise ZeroDivisionError("a bug")
 
+        def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
+            raise ZeroDivisionError("a bug")
+
         def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
             raise ZeroDivisionError("a bug")
 
-    store = TieredStore([MemoryStore(0), Broken(tmp_path, LAYOUT, 1 << 20)])
-    loaded = run(ChunkSource(store, Encoder()).load(chunk_of(1)))
-    assert (loaded.tier, loaded.faults) == ("computed", ("kv reader: unexpected error",))
+        def delete(self, keys: Iterable[str]) -> None:
+            raise ZeroDivisionError("a bug")
+
+    broken, last = Broken(tmp_path / "1", LAYOUT, 1 << 20), DiskStore(tmp_path / "2", LAYOUT, 1 << 20)
+    store = TieredStore([MemoryStore(0), broken, last])
+    source = ChunkSource(store, Encoder())
+    told, paused = "disk tier: ZeroDivisionError: a bug", "disk tier: paused after repeated failures"
+    assert store.locate_many([chunk_of(9)]) == ([None], (told,))
+    assert [run(source.load(chunk_of(n))).faults for n in range(5)] == [(told,)] * 2 + [(paused,)] * 3
+    store.flush()
+    assert (broken.stats.errors, broken.stats.dropped_writes) == (3 + 3, 5)
+    assert (store.stats.misses, last.stats.writes) == (5, 5)
+    with pytest.raises(StoreUnavailable, match="a bug"):
+        store.delete([chunk_of(1).key])
+    assert last.holds([chunk_of(1)]) == [False]
     store.close()
     assert store.room.taken == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no memory"), MemoryError()])
+def test_memory_that_cannot_be_had_costs_neither_an_answer_nor_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    memory = MemoryStore(1 << 20, pinned=True)
+    with pytest.raises(StoreUnavailable, match="memory tier"):
+        memory.put(chunk_of(1), kv_of(1))
+    store = TieredStore([memory, DiskStore(tmp_path, LAYOUT, 1 << 20)])
+    source = ChunkSource(store, Encoder())
+    assert run(source.load(chunk_of(1))).tier == "computed"
+    store.flush()
+    loaded = run(source.load(chunk_of(1)))
+    assert (loaded.tier, loaded.faults) == ("disk", ())
+    assert same(whole(loaded), kv_of(1))
+    assert (memory.stats.errors, memory.stats.dropped_writes) == (3, 2)
+    store.close()
 
 
 def test_a_store_leaves_no_threads_and_no_open_files(tmp_path: Path, redis_server: RedisServer) -> None:

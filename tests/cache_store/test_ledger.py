@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from cache_store.base import KEEP, KVStore, Retention
+from cache_store.base import KEEP, Chunk, ChunkKV, KVStore, Retention
 from cache_store.breaker import Breaker
 from cache_store.disk import DiskStore
 from cache_store.entry import entry_bytes
 from cache_store.ledger import Ledger, Policy
 from cache_store.memory import MemoryStore
+from cache_store.redis import RedisStore
 from cache_store.tiered import TieredStore
 from errors import CorruptEntry, StoreUnavailable
 from tests.cache_store.conftest import LAYOUT, chunk_of, kv_of, same
@@ -101,6 +105,30 @@ def test_pinning_more_than_the_budget_refuses_instead_of_overflowing() -> None:
     assert ledger.admit("0", 60, 1, PINNED) == []
     assert ledger.admit("1", 60, 1, PINNED) is None
     assert ledger.nbytes == 60
+
+
+def test_what_cannot_be_removed_stays_in_the_books_and_is_tried_last() -> None:
+    ledger = filled("lru", 30, 30, 30)
+    removed: list[str] = []
+
+    def remove(key: str) -> None:
+        if key == "1":
+            raise OSError("no")
+        removed.append(key)
+
+    with pytest.raises(OSError, match="no"):
+        ledger.admit("new", 70, 70, remove=remove)
+    assert (removed, ledger.nbytes, "new" in ledger) == (["0"], 60, False)
+    assert ledger.admit("new", 70, 70, remove=remove) == ["2"]
+    assert ledger.nbytes == 100
+
+
+def test_what_is_there_anyway_counts_beyond_the_budget_until_there_is_a_reason_to_go() -> None:
+    ledger = filled("lru", 60)
+    ledger.enter("1", 60, 60)
+    assert ledger.nbytes == 120
+    assert ledger.admit("2", 10, 10) == ["0"]
+    assert ledger.nbytes == 70
 
 
 def test_a_replaced_entry_counts_once() -> None:
@@ -206,6 +234,7 @@ def test_tiers_keep_what_is_pinned_and_forget_what_has_expired(tmp_path: Path, k
     assert same(store.get(chunk_of(0)), kv_of(0))
     store.put(chunk_of(1), kv_of(1), Retention(seconds=0.05))
     time.sleep(0.1)
+    assert store.holds([chunk_of(0), chunk_of(1)]) == [True, False]
     assert store.get(chunk_of(1)) is None
     store.put(chunk_of(2), kv_of(2), Retention(seconds=0.05))
     time.sleep(0.1)
@@ -224,6 +253,113 @@ def test_several_tiers_keep_a_retention_for_what_is_written_later(tmp_path: Path
     for number in range(10):  # what was deleted and comes again is like any other
         store.put(chunk_of(number), kv_of(number))
     assert memory.holds([chunk_of(0)]) == [False]
+    store.close()
+
+
+class Noting(MemoryStore):
+    """Notes what it is told of how long to keep entries."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.put_with: list[Retention] = []
+        self.told: list[tuple[list[str], Retention]] = []
+
+    def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+        self.put_with.append(retention)
+        super().put(chunk, kv, retention)
+
+    def retain(self, keys: Iterable[str], retention: Retention) -> None:
+        self.told.append((list(keys), retention))
+        super().retain(self.told[-1][0], retention)
+
+
+@pytest.mark.parametrize("told", ["before", "with the entry"])
+def test_what_moves_up_has_the_rest_of_its_time(tmp_path: Path, told: str) -> None:
+    memory, disk = Noting(), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store = TieredStore([memory, disk])
+    day = Retention(seconds=86400)
+    if told == "before":
+        store.retain([chunk_of(0).key], day)
+    time.sleep(0.1)
+    store.put(chunk_of(0), kv_of(0), KEEP if told == "before" else day)
+    store.flush()
+    memory.delete([chunk_of(0).key])
+    time.sleep(0.1)
+    assert store.lookup(chunk_of(0)).tier == "disk"
+    first, promoted = (retention.seconds for retention in memory.put_with)
+    assert first is not None
+    assert promoted is not None
+    assert 86399.9 < first <= 86400  # counts from the writing
+    assert promoted <= first - 0.1
+    store.close()
+
+
+def test_what_has_had_its_time_does_not_move_up(tmp_path: Path) -> None:
+    memory, disk = Noting(), DiskStore(tmp_path, LAYOUT, 1 << 20)
+    store = TieredStore([memory, disk])
+    store.retain([chunk_of(0).key], Retention(seconds=0.01))
+    disk.put(chunk_of(0), kv_of(0))  # as another server would
+    time.sleep(0.05)
+    assert store.lookup(chunk_of(0)).tier == "disk"
+    assert memory.put_with == []
+    store.close()
+
+
+def test_who_is_told_the_same_again_does_not_begin_anew() -> None:
+    memory = Noting()
+    store = TieredStore([memory])
+    one, two = chunk_of(1).key, chunk_of(2).key
+    hour, day = Retention(seconds=3600), Retention(seconds=86400)
+    for keys, retention in (([one], day), ([one, two], day), ([one], hour), ([one], KEEP), ([one, two], KEEP)):
+        store.retain(keys, retention)
+    assert memory.told == [([one], day), ([two], day), ([one], hour), ([one], KEEP), ([two], KEEP)]
+    store.close()
+
+
+def test_a_pin_reaches_what_is_being_written_and_what_waits_for_it(tmp_path: Path) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Slow(DiskStore):
+        def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
+            writing.set()
+            assert go_on.wait(30)
+            super().put(chunk, kv, retention)
+
+    disk = Slow(tmp_path, LAYOUT, 3 * ENTRY)
+    store = TieredStore([MemoryStore(0), disk])
+    for number in range(2):
+        store.put(chunk_of(number), kv_of(number))
+    assert writing.wait(30)
+    store.retain([chunk_of(number).key for number in range(2)], PINNED)
+    go_on.set()
+    for number in range(2, 9):
+        store.put(chunk_of(number), kv_of(number))
+    store.flush()
+    assert disk.holds([chunk_of(number) for number in range(3)]) == [True, True, False]
+    store.close()
+
+
+def test_how_long_to_keep_is_told_while_writing_is_paused_and_counts_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk = DiskStore(tmp_path, LAYOUT, 2 * ENTRY)
+    away = RedisStore(f"unix://{tmp_path}/nobody", LAYOUT)
+    store = TieredStore([MemoryStore(0), disk, away])
+    disk.put(chunk_of(0), kv_of(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        for number in range(1, 5):
+            store.put(chunk_of(number), kv_of(number))
+        store.flush()
+    failures = away.stats.errors
+    store.retain([chunk_of(0).key], PINNED)
+    assert (disk.stats.errors, away.stats.errors) == (3, failures + 1)
+    for number in range(1, 5):
+        disk.put(chunk_of(number), kv_of(number))
+    assert disk.holds([chunk_of(0)]) == [True]
     store.close()
 
 

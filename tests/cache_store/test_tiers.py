@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cache_store import entry
 from cache_store.base import KEEP, OWN_MEMORY, Chunk, ChunkKV, Landing, Retention, StoreStats
@@ -46,6 +47,32 @@ def test_memory_does_not_take_what_is_larger_than_its_budget() -> None:
     assert store.get(chunk_of(2, 100)) is None
     assert same(store.get(chunk_of(1)), kv_of(1))
     assert store.stats.dropped_writes == 1
+
+
+def test_memory_of_a_device_keeps_copies_of_its_own() -> None:
+    """On torch's device without memory, which shows all but the bytes."""
+    store = MemoryStore(2 * SIZE, name="device", device=torch.device("meta"))
+    kvs = [kv_of(number) for number in range(3)]
+    for number, kv in enumerate(kvs):
+        store.put(chunk_of(number), kv)
+    assert [store.get(chunk_of(number)) is not None for number in range(3)] == [False, True, True]
+    found = store.get(chunk_of(1))
+    assert found is not None
+    assert (found.body.device.type, found.body.shape, found.layout) == ("meta", kvs[1].body.shape, LAYOUT)
+    assert kvs[1].body.device.type == "cpu"
+    assert (store.stats.nbytes, store.stats.entries, store.stats.evictions) == (2 * SIZE, 2, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["device", "pinned"])
+def test_memory_for_a_gpu_gives_back_what_it_took(kind: str) -> None:
+    gpu = torch.device("cuda")
+    store = MemoryStore(1 << 20, device=gpu) if kind == "device" else MemoryStore(1 << 20, pinned=True)
+    store.put(chunk_of(1), kv_of(1))
+    found = store.get(chunk_of(1))
+    assert found is not None
+    assert (found.body.is_cuda, found.body.is_pinned()) == (kind == "device", kind == "pinned")
+    assert torch.equal(found.body.cpu(), kv_of(1).body)
 
 
 # Disk
@@ -320,6 +347,8 @@ def test_interleaved_loads_share_one_computation() -> None:
     encoder = Encoder()
     store = TieredStore([MemoryStore(0)])  # keeps nothing: only the shared computation can help
     source = ChunkSource(store, encoder)
+    asked = store.fetch(chunk_of(1))
+    assert asked.wait(0, 10)  # that it is not there, all learn at the same time
     results = interleaved([source.load(chunk_of(1)) for _ in range(100)])
     assert encoder.started == 1
     assert all(same(whole(result), kv_of(1)) for result in results)

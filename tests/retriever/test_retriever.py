@@ -205,6 +205,10 @@ def test_purges_name_only_chunks_that_nobody_holds(library: Library) -> None:
     library.retriever.delete("default", "b")
     purges = set(library.jobs.purges())
     assert purges == digests["b"] - digests["a"]
+    remaining = library.catalogue.remaining_holders()
+    assert {digest for digest, *_ in remaining} == digests["b"] & digests["a"]
+    assert library.catalogue.remaining_holders() == []
+    assert set(library.jobs.purges()) == purges
     library.put("c", BOATS * 20 + SEALS * 20)
     library.work()
     assert library.jobs.purges() == []

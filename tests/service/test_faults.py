@@ -82,6 +82,12 @@ def _replace_by_folders(files: list[Path]) -> None:
         path.mkdir()
 
 
+def _make_unreadable(files: list[Path]) -> None:
+    for path in files:
+        path.unlink()
+        path.symlink_to(path)
+
+
 def _replace_by_lists(server: RedisServer, client: redis.Redis, keys: list[bytes]) -> None:
     for key in keys:
         client.delete(key)
@@ -107,7 +113,8 @@ REWRITTEN = {
 }
 DISK: dict[str, tuple[OnDisk, str]] = {
     **{name: (on_disk, "kv_entry_rejected") for name, (on_disk, _) in REWRITTEN.items()},
-    "unreadable": (_replace_by_folders, "chunk_kv_errors"),
+    "unreadable": (_make_unreadable, "chunk_kv_errors"),
+    "neither readable nor removable": (_replace_by_folders, "kv_entry_rejected"),
     "files gone": (_remove, "chunk_kv_misses"),
     "the folder gone": (lambda files: shutil.rmtree(files[0].parent.parent), "chunk_kv_misses"),
 }

@@ -261,6 +261,14 @@ async def test_what_keeps_it_from_starting_is_named(
         await Runtime(load_settings(**server.settings)).start()
 
 
+async def test_a_disk_tier_that_cannot_be_used_is_named(make_server: MakeServer) -> None:
+    server = make_server()
+    server.data.mkdir()
+    (server.data / "kv").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{server.data}/kv.*PROPHETKV_DISK_BYTES=0"):
+        await Runtime(load_settings(**server.settings)).start()
+
+
 def test_documents_and_their_kv_survive_a_restart(make_server: MakeServer) -> None:
     server = make_server().start()
     put(server, "boats", boats(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from service.settings import load_settings
 from service.store_cli import app
 from tests.conftest import RedisServer
 from tests.service.conftest import MakeServer
+from tests.service.test_api import wait_for
 
 PIN = Retention(pinned=True)
 
@@ -57,34 +59,73 @@ def test_a_shared_chunk_is_kept_as_the_most_careful_wants() -> None:
     assert rules.of_chunks(holders) == {"a": Retention(seconds=9), "b": KEEP, "p": PIN}
 
 
-def test_documents_are_pinned_and_unpinned_over_http(make_server: MakeServer) -> None:
-    """With room for little in memory: the pinned document's chunks stay, until it is not pinned any more."""
-    server = make_server(memory_bytes=1 << 20, disk_bytes=0, chunk_tokens=64, kv_retention="rules=pin")
-    server.start()
-    with server.http() as http:
+class Asker:
+    """Puts documents of some chunks into a server that has little memory, and asks where their KV comes from."""
 
-        def put(name: str, collection: str = "default", **metadata: object) -> dict[str, object]:
-            words = " ".join(f"{name}{number}" for number in range(60))
-            body = {"text": words, "metadata": metadata}
-            answer = http.put(f"/documents/{name}", json=body, params={"collection": collection, "wait": 60})
-            return {"status": answer.status_code, **answer.json()}
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        self._fillers = 0
 
-        def hits(name: str, collection: str = "default") -> dict[str, int]:
-            body = {"question": f"{name}1 {name}2 {name}3", "collection": collection, "top_k": 1, "max_tokens": 1}
-            found: dict[str, int] = http.post("/query", json=body).json()["usage"]["chunk_hits"]
-            return found
+    def put(self, name: str, collection: str = "default", about: str | None = None, **metadata: object) -> str:
+        """The result; the document has the same words as others that are `about` the same."""
+        words = " ".join(f"{about or name}{number}" for number in range(60))
+        body = {"text": words, "metadata": metadata}
+        answer = self._http.put(f"/documents/{name}", json=body, params={"collection": collection, "wait": 60})
+        return str(answer.json().get("result", answer.status_code))
 
-        assert put("bad", kv_retention="always")["status"] == 422
-        put("kept", kv_retention="pin")
-        put("ruled", "rules")
-        for number in range(8):
-            put(f"filler{number}", "fill")
-        assert hits("kept")["memory"] == hits("ruled", "rules")["memory"] == 1
-        assert put("kept")["result"] == "updated"
-        for number in range(8, 16):
-            put(f"filler{number}", "fill")
-        assert hits("kept")["computed"] == 1
-        assert hits("ruled", "rules")["memory"] == 1
+    def delete(self, name: str) -> None:
+        assert self._http.delete(f"/documents/{name}").status_code == 204
+
+    def origin(self, name: str, collection: str = "default", chunks: int = 1) -> str:
+        """Where the KV of the document's first chunk comes from."""
+        body = {"question": f"{name}1 {name}2 {name}3", "collection": collection, "top_k": chunks, "max_tokens": 1}
+        hits: dict[str, int] = self._http.post("/query", json=body).json()["usage"]["chunk_hits"]
+        return next(tier for tier, count in hits.items() if count)
+
+    def fill(self) -> None:
+        """So that nothing else has room in memory that may go."""
+        for _ in range(8):
+            self._fillers += 1
+            self.put(f"filler{self._fillers}", "fill")
+            self.origin(f"filler{self._fillers}", "fill", chunks=16)
+
+    def origin_when_filled(self, name: str) -> str:
+        self.fill()
+        return self.origin(name)
+
+
+@pytest.mark.parametrize("precompute", [True, False])
+def test_documents_are_pinned_and_unpinned_over_http(make_server: MakeServer, precompute: bool) -> None:
+    """The pinned document's chunks stay, until it is not pinned any more."""
+    server = make_server(memory_bytes=1 << 20, disk_bytes=0, kv_retention="rules=pin", precompute=precompute)
+    with server.start().http() as http:
+        asker = Asker(http)
+        assert asker.put("bad", kv_retention="always") == "422"
+        asker.put("kept", kv_retention="pin")
+        asker.put("ruled", "rules")
+        for document in (("kept",), ("ruled", "rules")):
+            asker.origin(*document)
+        asker.fill()
+        assert (asker.origin("kept"), asker.origin("ruled", "rules")) == ("memory", "memory")
+        assert asker.put("kept") == "updated"
+        asker.fill()
+        assert (asker.origin("kept"), asker.origin("ruled", "rules")) == ("computed", "memory")
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_what_only_another_document_pinned_is_not_pinned_without_it(make_server: MakeServer, how: str) -> None:
+    server = make_server(memory_bytes=1 << 20, disk_bytes=0)
+    with server.start().http() as http:
+        asker = Asker(http)
+        asker.put("pinning", about="shared", kv_retention="pin")
+        asker.put("other", about="shared")
+        asker.fill()
+        assert asker.origin("shared") == "memory"
+        if how == "deleted":
+            asker.delete("pinning")
+        else:
+            assert asker.put("pinning", kv_retention="pin") == "replaced"
+        wait_for(lambda: asker.origin_when_filled("shared") == "computed")
 
 
 # prophetkv store
