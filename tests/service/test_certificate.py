@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
 
 from cache_store.base import ChunkKV
 from engine.model import Model
@@ -74,11 +72,12 @@ def test_a_codec_behind_which_logits_are_no_numbers_is_refused(
 ) -> None:
     """NaN in the last layer's V: Stage I, which needs none of it, still chooses the same tokens."""
 
-    def pack(layers: list[Tensor], codec: str) -> ChunkKV:
+    def recoded(kv: ChunkKV, codec: str) -> ChunkKV:
+        layers = [kv.layer(index).clone() for index in range(kv.layout.layers)]
         layers[-1][1] = float("nan")
-        return ChunkKV.pack(layers, "raw")
+        return ChunkKV.pack(layers)
 
-    monkeypatch.setattr(certificate, "ChunkKV", SimpleNamespace(pack=pack))
+    monkeypatch.setattr(ChunkKV, "recoded", recoded)
     (found,) = certify(model, ["int8"])
     assert (math.isnan(found.kl), found.overlap, found.passed) == (True, 1.0, False)
     for _ in range(2):  # measured and remembered
