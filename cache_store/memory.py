@@ -58,15 +58,11 @@ class MemoryStore:
         with self._lock:
             for key in self._ledger.expired():
                 self._remove(key)
-            evicted = self._ledger.admit(chunk.key, kv.resident, kv.tokens, retention)
-            if evicted is None:
+            if self._ledger.admit(chunk.key, kv.resident, kv.tokens, retention, self._evict) is None:
                 self._remove(chunk.key)
                 self.stats.count("dropped_writes")
                 return
-            for key in evicted:
-                del self._entries[key]
             self._entries[chunk.key] = kv
-            self.stats.count("evictions", len(evicted))
             self.stats.count("writes")
             self._take_stock()
 
@@ -91,6 +87,10 @@ class MemoryStore:
         except (RuntimeError, MemoryError) as error:  # torch has the one for memory of every kind
             self.stats.count("errors")
             raise StoreUnavailable(f"{self.name} tier: {type(error).__name__}: {error}") from error
+
+    def _evict(self, key: str) -> None:
+        del self._entries[key]
+        self.stats.count("evictions")
 
     def _remove(self, key: str) -> None:
         self._entries.pop(key, None)

@@ -81,7 +81,7 @@ class RedisStore:
                 kv = self._read(chunk, lengths, landing)
         except CorruptEntry as error:
             self.stats.reject(error.reason)
-            self._ask(partial(_unlink, [_name(chunk.key, index) for index in range(len(lengths))]))
+            self._remove_remains(chunk.key)
             kv = None
         if kv is None:
             self.stats.count("misses")
@@ -92,18 +92,19 @@ class RedisStore:
     def holds(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See KVStore. A node of a cluster that fails holds nothing, and is left alone for a while if it does again."""
         there: dict[str, bool] = {}
-        failed: StoreUnavailable | None = None
+        failed: list[StoreUnavailable] = []
+        count = self._ask(_node_count)
         for node, names in self._ask(partial(_nodes, [_name(chunk.key, 0) for chunk in chunks])).items():
             try:
                 with self._guard(node):
                     replies = self._ask(partial(_pipelined, [("EXISTS", name) for name in names], node))
                 there.update(zip(names, map(bool, replies), strict=True))
             except StoreUnavailable as error:
-                failed = error
-        if failed is not None and not there:
-            raise failed
-        if failed is not None:
-            log.warning("a part of the %s", failed)  # "redis tier: ..."
+                failed.append(error)
+        if len(failed) == count:
+            raise failed[-1]
+        if failed:
+            log.warning("a part of the %s", failed[-1])  # "redis tier: ..."
         return [there.get(_name(chunk.key, 0), False) for chunk in chunks]
 
     def put(self, chunk: Chunk, kv: ChunkKV, retention: Retention = KEEP) -> None:
@@ -392,6 +393,11 @@ def _nodes(names: Iterable[str], client: Any) -> dict[Any, list[str]]:
         node = client.get_node_from_key(name) if isinstance(client, _Cluster) else None
         nodes.setdefault(node, []).append(name)
     return nodes
+
+
+def _node_count(client: Any) -> int:
+    """Of those that have values."""
+    return len(client.get_primaries()) if isinstance(client, _Cluster) else 1
 
 
 def _pipelined(commands: Sequence[tuple[str | int, ...]], node: Any, client: Any) -> list[Any]:

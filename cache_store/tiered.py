@@ -360,6 +360,8 @@ class TieredStore:
                 self._busy = True
             try:
                 job()
+            except Exception:
+                log.exception("kv writer: unexpected error, write dropped")
             finally:
                 with self._changed:
                     self._busy = False

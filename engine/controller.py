@@ -109,7 +109,7 @@ class Controller:
     ) -> tuple[Decision, set[str]]:
         """The faster of a full prefill and ProphetKV, and the keys of the chunks that this had better compute.
 
-        Where chunks can be loaded the slower one is tried now and then, by chance.
+        Where reuse would load a chunk the slower one is tried now and then, by chance.
 
         places: the tier that holds each chunk, None where none does. budget: context tokens that Stage II recomputes.
         layers, scoring: whose attention Stage I averages, and how many of the last rows score.

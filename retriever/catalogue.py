@@ -389,8 +389,8 @@ class Catalogue:
         """Deletes chunks and notes their token sequences."""
         digests = set(session.scalars(select(ChunkRow.tokens_digest).where(ChunkRow.id.in_(chunks))))
         session.execute(delete(ChunkRow).where(ChunkRow.id.in_(chunks)))
-        for digest in digests:
-            session.merge(PurgeRow(tokens_digest=digest))
+        noted = set(session.scalars(select(PurgeRow.tokens_digest).where(PurgeRow.tokens_digest.in_(digests))))
+        session.add_all(PurgeRow(tokens_digest=digest) for digest in digests - noted)
         return list(chunks)
 
 

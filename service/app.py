@@ -218,9 +218,9 @@ async def _upsert(request: Request, runtime: Runtime, collection: str, name: str
             metadata=metadata,
         )
     )
+    runtime.ingestor.wake()
     if done.result not in ("created", "unchanged"):  # what answers now may have other metadata
         await runtime.ingestor.retain(collection, name)
-    runtime.ingestor.wake()
     told: dict[str, Any] = {"result": done.result, "document": _document(done.document)}
     if done.job is None:
         return JSONResponse(told, 200)

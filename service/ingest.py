@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -76,6 +78,7 @@ class Ingestor:
         self._retention = retention
         self._spaces: list[str] = []
         self._wake = {stage: asyncio.Event() for stage in ("index", "precompute", "purge")}
+        self._retaining = threading.Lock()
         self.encoding = asyncio.Lock()  # held while KV is written in the background, or removed
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,9 +87,8 @@ class Ingestor:
         """Takes up what a former process left and starts the workers."""
         await asyncio.to_thread(self._jobs.recover)
         self._spaces = await asyncio.to_thread(self._jobs.register_key_space, self._space)
-        holders = await asyncio.to_thread(self._catalogue.holders)
         # The tiers have just been opened: they keep everything.
-        await asyncio.to_thread(self._retain, holders, but=KEEP)
+        await asyncio.to_thread(self._retain, self._catalogue.holders, but=KEEP)
         if self._precompute:
             await asyncio.to_thread(self._jobs.encode_again, self._space)
         self._tasks = [
@@ -120,12 +122,11 @@ class Ingestor:
 
     async def retain(self, collection: str, document: str) -> None:
         """Tells the tiers how long the document's chunks are to be kept, after its metadata changed."""
-        holders = await asyncio.to_thread(self._catalogue.holders, (collection, document))
-        await asyncio.to_thread(self._retain, holders)
+        await asyncio.to_thread(self._retain, partial(self._catalogue.holders, (collection, document)))
 
     async def purge_now(self) -> None:
         """After a deletion: removes the KV of chunks that no document holds, as far as the tiers answer now."""
-        await asyncio.to_thread(self._retain_remaining)
+        await asyncio.to_thread(self._retain, self._catalogue.remaining_holders)
         await self._delete_kv(await asyncio.to_thread(self._jobs.purges))
         self._wake["purge"].set()
 
@@ -172,8 +173,7 @@ class Ingestor:
         if not await asyncio.to_thread(self._retriever.index, work, progress):
             return  # replaced or deleted meanwhile; whoever did it has cancelled the job
         self._wake["purge"].set()
-        holders = await asyncio.to_thread(self._catalogue.holders, revision=work.revision)
-        await asyncio.to_thread(self._retain, holders)
+        await asyncio.to_thread(self._retain, partial(self._catalogue.holders, revision=work.revision))
         if self._precompute:
             await asyncio.to_thread(self._jobs.next_stage, work.job, "precompute")
             self._wake["precompute"].set()
@@ -229,7 +229,7 @@ class Ingestor:
     async def _purge(self) -> None:
         while not self._stopping.is_set():
             self._wake["purge"].clear()
-            await self._insist(self._retain_remaining)
+            await self._insist(self._retain, self._catalogue.remaining_holders)
             digests = await self._insist(self._jobs.purges)
             if not digests:
                 await self._wake["purge"].wait()
@@ -238,24 +238,26 @@ class Ingestor:
             # when those have ended.
             await self._settled()
             async with self.encoding:
+                still = set(await self._insist(self._jobs.purges) or ())  # one may have been put again meanwhile
+                digests = [digest for digest in digests if digest in still]
                 done = await self._delete_kv(digests)
             if done:
                 await self._insist(self._jobs.purged, digests)
             else:
                 await self._pause()
 
-    def _retain_remaining(self) -> None:
-        """Tells the tiers how long chunks are to be kept for those that still hold them."""
-        self._retain(self._catalogue.remaining_holders())
+    def _retain(self, holders: Callable[[], Iterable[Holder]], but: Retention | None = None) -> None:
+        """Tells the tiers how long chunks are to be kept. `but`: a retention that they need not be told.
 
-    def _retain(self, holders: Iterable[Holder], but: Retention | None = None) -> None:
-        """Tells the tiers how long chunks are to be kept. `but`: a retention that they need not be told."""
-        by_retention: dict[Retention, list[str]] = {}
-        for digest, retention in self._retention.of_chunks(holders).items():
-            by_retention.setdefault(retention, []).append(chunk_key(self._space, digest))
-        for retention, keys in by_retention.items():
-            if retention != but:
-                self._store.retain(keys, retention)
+        One at a time from reading to telling: who has read last is told last.
+        """
+        with self._retaining:
+            by_retention: dict[Retention, list[str]] = {}
+            for digest, retention in self._retention.of_chunks(holders()).items():
+                by_retention.setdefault(retention, []).append(chunk_key(self._space, digest))
+            for retention, keys in by_retention.items():
+                if retention != but:
+                    self._store.retain(keys, retention)
 
     async def _delete_kv(self, digests: list[str]) -> bool:
         """Removes the chunks' KV of every key space from every tier; False when a tier failed."""

@@ -184,7 +184,7 @@ class Runtime:
             _tiers(settings, self.model),
             in_flight_bytes=settings.kv_in_flight_bytes,
             pinned=self.model.device.type == "cuda",
-            patience={"disk": settings.disk_timeout_ms / 1000},  # Redis bounds its own waiting,
+            patience={"disk": settings.disk_timeout_ms / 1000},  # Redis bounds its own waiting
             answer={"redis": 2 * settings.redis_timeout_ms / 1000},  # but not that for names, or for several nodes
         )
         token_bytes = _token_bytes(self.model, settings.kv_codec)

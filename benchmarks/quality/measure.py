@@ -82,7 +82,7 @@ class PromptRun:
         """KVSource.load: a plain store in memory that all methods share."""
         if chunk.key in self._chunks:
             return LoadedChunk(self._chunks[chunk.key], "memory")
-        kv = yield from encode_chunk(self.model, self._prefixes, self.prompt.prefix, chunk, self._codec)
+        kv = yield from encode_chunk(self.model, self._prefixes, self.prompt.prefix, chunk)
         self._chunks[chunk.key] = kv
         return LoadedChunk(kv, "computed")
 
@@ -212,7 +212,7 @@ class PromptRun:
                 for part in self.prompt.parts:
                     run_steps(self.load(part.chunk))
                 source: KVSource = self
-                if codec != self._codec:
+                if codec != "raw":
                     source = HeldChunks({key: kv.recoded(codec) for key, kv in self._chunks.items()})
                 prefill = Prefill(self.model, source, self._prefixes, self.prompt.request(STRATEGIES["naive"]()))
                 run_steps(prefill.assemble())

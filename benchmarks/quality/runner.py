@@ -80,7 +80,7 @@ def run(
     ]
     total = sum(len(lacking) for _, lacking in missing)
     outcome = Outcome(left=total)
-    pace = _Pace(budget)
+    pace = _Pace(budget, {(prompt.suite, prompt.task, prompt.index): len(lacking) for prompt, lacking in missing})
 
     def keep(record: Record) -> None:
         results.append(record)
@@ -131,27 +131,31 @@ class Workers:
         Raises ConfigError when a process has died.
         """
         running: set[Future[None]] = set()
-        for one in work:
-            running.add(self._pool.submit(_work, one, end))
-            while len(running) == self._count:
+        try:
+            for one in work:
+                running.add(self._pool.submit(_work, one, end))
+                while len(running) == self._count:
+                    yield from self._arrived(running)
+            while running:
                 yield from self._arrived(running)
-        while running:
-            yield from self._arrived(running)
+        except BrokenProcessPool as error:
+            yield from self._waiting()
+            raise ConfigError(
+                "a process that computed records has died, of too little memory perhaps; what is done is kept, the "
+                "same command with fewer --jobs goes on"
+            ) from error
 
     def _arrived(self, running: set[Future[None]]) -> Iterator[Record]:
         """What has come after a moment, or as soon as one of the futures is done; it is taken out of `running`."""
         done, _ = wait(running, timeout=_MOMENT, return_when=FIRST_COMPLETED)
-        while not self._records.empty():
-            yield self._records.get()
+        yield from self._waiting()
         running -= done
         for future in done:
-            try:
-                future.result()
-            except BrokenProcessPool as error:
-                raise ConfigError(
-                    "a process that computed records has died, of too little memory perhaps; what is done is kept, the "
-                    "same command with fewer --jobs goes on"
-                ) from error
+            future.result()
+
+    def _waiting(self) -> Iterator[Record]:
+        while not self._records.empty():
+            yield self._records.get()
 
     def close(self) -> None:
         """Ends the processes once they have done what they are at."""
@@ -184,11 +188,14 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 class _Pace:
-    """Whether a prompt may be begun, judged by those that were computed, of the same task if there are any."""
+    """Whether a prompt may be begun, judged by those that were computed whole, of the same task if there are any."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, records: dict[tuple[str, str, int], int]) -> None:
+        """records: how many are to come of each prompt."""
         self._budget = budget
-        self._spent: dict[tuple[str, str, int], float] = defaultdict(float)
+        self._left = records
+        self._begun: dict[tuple[str, str, int], float] = defaultdict(float)
+        self._spent: dict[tuple[str, str, int], float] = {}
 
     def allows(self, prompt: PromptId) -> bool:
         if time.monotonic() >= self._budget.whole_end:
@@ -202,8 +209,11 @@ class _Pace:
         if not record.timings:
             return  # refused before anything was computed
         parts = ("prepare", "encode", "prefill", "decode", "forced", "score")
-        seconds = sum(record.timings.get(part, 0.0) for part in parts) / 1000
-        self._spent[record.suite, record.task, record.index] += seconds
+        prompt = (record.suite, record.task, record.index)
+        self._begun[prompt] += sum(record.timings.get(part, 0.0) for part in parts) / 1000
+        self._left[prompt] -= 1
+        if not self._left[prompt]:
+            self._spent[prompt] = self._begun[prompt]
 
 
 def _lacking(

@@ -162,6 +162,10 @@ def test_a_codec_is_part_of_a_run_and_shows_in_its_records(evaluator: Evaluator)
     run.full()
     both = [run.measure(Method("naive", options)).kl for options in ({"codec": "int8"}, {})]
     assert both == [found[1], found[0]]
+    run = packed.start(sample())
+    run.full()
+    both = [run.measure(Method("naive", options)).kl for options in ({"codec": "raw"}, {})]
+    assert both == [found[0], found[1]]
 
 
 @pytest.mark.parametrize("right", [0, 3, 6])

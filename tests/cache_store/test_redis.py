@@ -559,6 +559,7 @@ def test_a_cluster_with_frozen_nodes_is_slow_a_few_times_only(servers: Servers, 
         assert time.monotonic() - start < 5
         assert 3 <= tier.stats.errors <= 10
         for chunk, there in zip(chunks, well, strict=True):
+            assert store.holds([chunk]) == [there]  # also when only the sick node is asked
             assert not there or store.lookup(chunk).tier == "redis"
         for index in range(frozen):
             servers.signal(index, signal.SIGCONT)

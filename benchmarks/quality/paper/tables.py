@@ -133,10 +133,12 @@ def ttft_table(job: Job, budget: Budget) -> list[Artefact]:
     lacking = set(job.scale.ttft_lengths or job.scale.lengths) - {told["context_tokens"] for told in measured}
     notes = []
     for length in sorted(lacking):
-        # Time grows with the square at most: too much for a longer length, too little for a shorter one.
-        expected = max((_seconds(told) * (length / told["context_tokens"]) ** 2 for told in measured), default=0.0)
+        expected = _expected(measured, length)
         if expected > budget.left() or time.monotonic() >= budget.whole_end:
-            notes.append(f"the budget left out {length} tokens; the same command goes on with them")
+            notes.append(
+                f"the budget left out {length} tokens; the same command goes on with them"
+                + f", in about {expected / 60:.0f} minutes" * bool(expected)
+            )
             continue
         if not fits_window(job.model, length):
             notes.append(f"{length} tokens with frame and question are beyond the model's window")
@@ -203,6 +205,18 @@ def _attentions(model: Model, tokens: int) -> tuple[str, ...]:
     """Those with which the plain model's prefill fits into memory."""
     fits = model.heads * tokens**2 * _EAGER_BYTES < _free_bytes(model) / 2
     return ("sdpa", "eager") if fits else ("sdpa",)
+
+
+def _expected(measured: Sequence[Mapping[str, Any]], length: int) -> float:
+    """Seconds that a length will take at most, by the nearest that was measured; 0 if there is none.
+
+    Time grows with the length and with its square at most.
+    """
+    shorter = [told for told in measured if told["context_tokens"] <= length]
+    if shorter:
+        nearest = max(shorter, key=lambda told: int(told["context_tokens"]))
+        return _seconds(nearest) * (length / int(nearest["context_tokens"])) ** 2
+    return min((_seconds(told) * length / int(told["context_tokens"]) for told in measured), default=0.0)
 
 
 def _seconds(told: Mapping[str, Any]) -> float:
