@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_times_are_of_interleaved_rounds_and_kept(model: Model, tmp_path: Path) 
         (table,) = tables.ttft_table(of(600, 900), budget)
         assert "the budget left out 900 tokens" in table.notes[0]
         assert table.table is not None
+
+
+def test_the_time_of_a_length_is_judged_by_the_nearest() -> None:
+    def told(length: int, seconds: float) -> dict[str, Any]:
+        return {"context_tokens": length, "methods": {"full": {"ttft_s": seconds}}, "plain_against_full": {}}
+
+    measured = [told(1024, 10.0), told(4096, 50.0)]
+    assert tables._expected([], 2048) == 0.0
+    assert tables._expected(measured, 8192) == 4 * tables._seconds(measured[1])
+    assert tables._expected(measured, 2048) == 4 * tables._seconds(measured[0])
+    assert tables._expected(measured, 512) == tables._seconds(measured[0]) / 2
 
 
 def test_what_the_budget_does_not_allow_is_said_and_what_there_is_is_kept(

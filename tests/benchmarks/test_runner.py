@@ -20,7 +20,7 @@ from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
 from benchmarks.quality.paper.attention import QUERY, Overlaps
 from benchmarks.quality.results import Record, load, open_results
-from benchmarks.quality.runner import Budget, Workers, progress, run
+from benchmarks.quality.runner import Budget, Workers, _Pace, progress, run
 from benchmarks.quality.sample import Sample
 from benchmarks.quality.suites import Plan, PromptId, longbench_plan, musique_plan, ruler_plan
 from benchmarks.quality.summary import summary, time_split
@@ -31,6 +31,7 @@ from engine.strategies.epic import Epic
 from engine.strategies.full import Full
 from errors import ConfigError, InvalidInput, NumericalFault, PromptTooLong
 from service.version import __version__
+from tests.benchmarks import records as made
 from tests.benchmarks.tiny_prompts import (
     CHUNK_TOKENS,
     SETTINGS,
@@ -279,6 +280,17 @@ def test_a_part_of_a_budget_does_not_cut_the_first_prompt(evaluator: Evaluator, 
         part = Budget(60).part(0)
         outcome = run(plan(2), evaluator, methods(), results, part, console=Console(quiet=True))
     assert (outcome.added, outcome.left) == (8, 24)
+
+
+def test_a_prompt_at_work_says_nothing_of_the_time_that_one_takes() -> None:
+    prompts = [PromptId("ruler-200", "vt", index) for index in range(3)]
+    pace = _Pace(Budget(2), {(prompt.suite, prompt.task, prompt.index): 8 for prompt in prompts})
+    assert pace.allows(prompts[2])
+    for prompt, count, seconds in ((prompts[0], 8, 25.0), (prompts[1], 1, 1.0)):
+        for _ in range(count):
+            timings = {"prefill": 1000 * seconds}
+            pace.observe(made.record(index=prompt.index, suite=prompt.suite, task=prompt.task, timings=timings))
+        assert not pace.allows(prompts[2])
 
 
 def test_a_budget_is_divided() -> None:

@@ -454,3 +454,22 @@ def test_a_breaker_does_not_count_what_is_not_the_mediums_fault() -> None:
             raise CorruptEntry("flip")
     with breaker.guard():
         pass
+
+
+def test_what_went_for_an_entry_that_then_has_no_room_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are pinned while room is made: nothing stays that no budget counts."""
+    size = kv_of(0).resident
+    store = MemoryStore(4 * size)
+    for number in range(4):
+        store.put(chunk_of(number), kv_of(number))
+    evict = MemoryStore._evict
+
+    def pinned_meanwhile(store: MemoryStore, key: str) -> None:
+        evict(store, key)
+        store.retain([chunk_of(number).key for number in range(1, 4)], Retention(pinned=True))
+
+    monkeypatch.setattr(MemoryStore, "_evict", pinned_meanwhile)
+    store.put(chunk_of(9, 60), kv_of(9, 60))  # twice as large
+    held = [store.get(chunk_of(number)) is not None for number in range(4)]
+    assert held == [False, True, True, True]
+    assert (store.stats.entries, store.stats.nbytes, store.stats.dropped_writes) == (3, 3 * size, 1)

@@ -567,6 +567,24 @@ def test_a_cluster_with_frozen_nodes_is_slow_a_few_times_only(servers: Servers, 
         store.close()
 
 
+def test_a_bad_entry_that_cannot_be_removed_is_a_miss(servers: Servers) -> None:
+    port = servers.start()
+    with redis.Redis(port=port) as client:
+        _until(lambda: bool(client.ping()))
+        tier = RedisStore(f"redis://127.0.0.1:{port}", LAYOUT)
+        store = TieredStore([MemoryStore(0), tier])
+        store.put(chunk_of(1), kv_of(1))
+        store.put(chunk_of(2), kv_of(2))
+        store.flush()
+        client.setrange(f"prophetkv:{{{chunk_of(1).key}}}:0", 5000, b"rubbish")
+        client.execute_command("ACL", "SETUSER", "default", "-unlink")
+        for _ in range(4):
+            assert store.lookup(chunk_of(1)).kv is None
+        assert (tier.stats.misses, tier.stats.rejected["block checksum"]) == (4, 4)
+        assert store.lookup(chunk_of(2)).tier == "redis"
+        store.close()
+
+
 def test_a_host_whose_name_is_never_resolved_holds_up_nobody_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
