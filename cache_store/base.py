@@ -27,6 +27,11 @@ class Chunk:
     token_ids: tuple[int, ...]
 
 
+def padded(nbytes: int) -> int:
+    """The least multiple of ALIGN that holds so many bytes."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape, dtype and codec of one model's KV. Sizes follow from it and the token count, never from stored bytes."""
@@ -47,7 +52,7 @@ class KVLayout:
 
     def stride(self, tokens: int) -> int:
         """Bytes from one layer's block to the next one's."""
-        return -(-self.block_bytes(tokens) // ALIGN) * ALIGN
+        return padded(self.block_bytes(tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

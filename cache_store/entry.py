@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cache_store.base import ALIGN, Chunk, ChunkKV, KVLayout, Landing
+from cache_store.base import ALIGN, Chunk, ChunkKV, KVLayout, Landing, padded
 from cache_store.codec import CODECS
 from errors import CorruptEntry
 
@@ -42,7 +42,7 @@ assert sys.byteorder == "little", "entries are little-endian and read without co
 
 def header_bytes(layout: KVLayout) -> int:
     """Size of the header with its padding: where the first block begins."""
-    return -(-(_FIXED.size + _DIGEST * (layout.layers + 1)) // ALIGN) * ALIGN
+    return padded(_FIXED.size + _DIGEST * (layout.layers + 1))
 
 
 def entry_bytes(layout: KVLayout, tokens: int) -> int:

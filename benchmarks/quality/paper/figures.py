@@ -83,6 +83,7 @@ def figures_3_and_4(job: Job, budget: Budget) -> list[Artefact]:
     plan = job.ruler(evaluator, [min(job.scale.lengths)])
     records, notes = job.run("overlap", evaluator, plan, [QUERY, *selecting], budget)
     by_method = shared(records, _strategy)
+    gaps = _gaps({name: [(RATIO, values)] for name, values in by_method.items()}, "prophetkv")
     of_query = [record for record in records if record.method == QUERY.name]
     by_task: dict[str, Values] = {}
     for record in of_query:
@@ -94,7 +95,7 @@ def figures_3_and_4(job: Job, budget: Budget) -> list[Artefact]:
             f"Of {decoding}, the share that a method selects at ratio {RATIO}; `query` is the same share of tokens by "
             "attention from question and chat tail under full prefill. Means over tasks with 95 % intervals.",
             by_method,
-            [*notes, *_told_apart({name: [(RATIO, values)] for name, values in by_method.items()}, "prophetkv")],
+            [*notes, *_told_apart(gaps, "prophetkv")],
         ),
         _bars(
             *("figure-4", 4, "Figure 4: overlap of what the question and what decoding attends to", "task"),
@@ -267,15 +268,14 @@ def _curves(
     detail: list[tuple[Cell, ...]] = []
     drawn, claims = [], []
     for panel, lines in panels.items():
-        curves = []
+        curves, gaps = [], _gaps(lines, against)
         for label, points in lines.items():
-            reference = dict(lines.get(against, [])) if label != against else {}
             found = [(x, mean(values)) for x, values in points]
             at = {x: scale * interval.mean for x, interval in found}
             prompts = max((interval.pairs for _, interval in found), default=0)
             rows.append((panel, label, prompts, *map(at.get, everywhere)))
-            for (x, interval), (_, values) in zip(found, points, strict=True):
-                gap = difference(values, reference[x]) if x in reference else None
+            for x, interval in found:
+                gap = gaps.get(label, {}).get(x)
                 clear = None if gap is None else "yes" if gap.is_clear else "no"
                 detail.append(
                     (panel, label, x, interval.pairs, *_numbers(interval, scale), *_numbers(gap, scale), clear)
@@ -283,7 +283,7 @@ def _curves(
             ends = [(x, scale * one.mean, scale * one.low, scale * one.high) for x, one in found]
             curves.append(Line(label, ends, label.split()[0] in _FLOORS))
         drawn.append(Panel(panel, curves, y_label))
-        claims += [f"{panel}: {claim}" for claim in _told_apart(lines, against)]
+        claims += [f"{panel}: {claim}" for claim in _told_apart(gaps, against)]
     columns = ("panel", f"method, by {x_label}", "prompts", *(f"{x:g}" for x in everywhere))
     ends_of = ("mean", "low", "high", f"minus {against}", "low of that", "high of that", "clear")
     return Artefact(
@@ -306,17 +306,24 @@ def _numbers(interval: Interval | None, scale: int) -> tuple[float | None, ...]:
     return scale * interval.mean, scale * interval.low, scale * interval.high
 
 
-def _told_apart(lines: Mapping[str, _Points], against: str) -> list[str]:
-    """Where other curves are above or below the one named `against`, by paired intervals that exclude 0."""
+def _gaps(lines: Mapping[str, _Points], against: str) -> dict[str, dict[float, Interval]]:
+    """By curve and x the paired difference to the curve named `against`, if there is one."""
     reference = dict(lines.get(against, []))
+    return {
+        label: {x: difference(values, reference[x]) for x, values in points if x in reference}
+        for label, points in lines.items()
+        if reference and label != against
+    }
+
+
+def _told_apart(gaps: Mapping[str, Mapping[float, Interval]], against: str) -> list[str]:
+    """Where other curves are above or below the one named `against`, by paired intervals that exclude 0."""
     claims = []
-    for label, points in lines.items():
-        if label == against or not reference:
-            continue
+    for label, found in gaps.items():
         sides: dict[str, list[str]] = {"above": [], "below": []}
-        for x, values in points:
-            if x in reference and (found := difference(values, reference[x])).is_clear:
-                sides["above" if found.mean > 0 else "below"].append(f"{x:g}")
+        for x, gap in found.items():
+            if gap.is_clear:
+                sides["above" if gap.mean > 0 else "below"].append(f"{x:g}")
         told = " and ".join(f"{side} it at {', '.join(at)}" for side, at in sides.items() if at)
         claims.append(f"paired with {against}, {label} is {told or 'nowhere told apart'}")
     return claims
