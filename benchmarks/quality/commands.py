@@ -97,7 +97,7 @@ def differences(a: Run, b: Run, pair: tuple[str, str] | None = None) -> str:
         lines.append(f"- A is from {made[0]}, B from {made[1]}")
     found = compare(mine, others, pair=pair)
     sides = (("A", mine, {gap.method for gap in found}), ("B", others, {gap.other for gap in found}))
-    for side, records, paired in sides:
+    for side, records, paired in sides if pair is None else ():
         if left := [name for name in dict.fromkeys(record.method for record in records) if name not in paired]:
             lines.append(f"- of {side} not paired: {', '.join(left)}")
     tables = [f"\n## score\n\n{gap_table(found).markdown()}"]

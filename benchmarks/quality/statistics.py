@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
 
 # With five differences, all of one sign, a two-sided sign test is at 0.06: no interval makes fewer than six a finding.
 # Ties say nothing of the sign, but the bootstrap is narrowed by them: four of twelve that differ would exclude 0.
@@ -21,7 +25,7 @@ _ROUNDING = 1e-9  # a bound that is 0 but for the sum's rounding is 0
 class Interval:
     """A mean with its bootstrap interval, over `pairs` paired prompts. The unit is that of the scores.
 
-    differing: the pairs that are no ties.
+    low, high: NaN where nothing is known of them. differing: the pairs that are no ties.
     """
 
     mean: float
@@ -47,28 +51,18 @@ def mean_interval(
     """The mean over strata (tasks) of the mean in each, with the percentile bootstrap interval.
 
     Prompts are drawn again within their stratum, so that each task weighs the same however many prompts it has. The
-    same seed gives the same interval. Raises ValueError when a stratum is empty or there is none.
+    same seed gives the same interval. A stratum of one says nothing of its spread: then the ends are NaN. Raises
+    ValueError when a stratum is empty or there is none.
     """
     if not strata or not all(len(stratum) for stratum in strata):
         raise ValueError("every stratum needs at least one value")
     chance = np.random.default_rng(seed)
     values = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
-    means = np.mean([chance.choice(stratum, (draws, len(stratum))).mean(axis=1) for stratum in values], axis=0)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     mean = np.mean([stratum.mean() for stratum in values])
+    drawn = np.mean([_spread(stratum, draws, chance) for stratum in values], axis=0)
+    low, high = mean + np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     differing = sum(int(np.count_nonzero(stratum)) for stratum in values)
     return Interval(float(mean), float(low), float(high), sum(map(len, values)), differing)
-
-
-def paired_difference(
-    a: Sequence[float], b: Sequence[float], *, level: float = 0.95, draws: int = 10_000, seed: int = 0
-) -> Interval:
-    """The mean of a - b with its bootstrap interval; a[i] and b[i] are scores of the same prompt.
-
-    Raises ValueError when the lengths differ or are 0.
-    """
-    differences = [first - second for first, second in zip(a, b, strict=True)]
-    return mean_interval([differences], level=level, draws=draws, seed=seed)
 
 
 def recovered(method: float, floor: float, full: float) -> float | None:
@@ -79,3 +73,14 @@ def recovered(method: float, floor: float, full: float) -> float | None:
     """
     span = full - floor
     return (method - floor) / span if span >= LEAST_SPAN else None
+
+
+def _spread(values: FloatArray, draws: int, chance: np.random.Generator) -> FloatArray:
+    """How far means of values drawn again lie from the mean, float64[draws].
+
+    Drawn from n values, their variance is (n - 1) / n of what it is between samples of n: with two prompts, half.
+    """
+    count = len(values)
+    scale = math.sqrt(count / (count - 1)) if count > 1 else math.nan
+    away: FloatArray = scale * (chance.choice(values, (draws, count)).mean(axis=1) - values.mean())
+    return away
