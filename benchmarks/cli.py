@@ -69,10 +69,11 @@ def store(
     megabytes: Annotated[str, typer.Option(help="sizes of entries, comma-separated")] = "1,4,12,64",
     rounds: Annotated[int, typer.Option(min=1, help="measured rounds; one more warms up")] = 15,
     codecs: Annotated[str, typer.Option(help="to place, comma-separated")] = "raw,int8,fp8,int4",
+    chunks: Annotated[int, typer.Option(min=1, help="of 512 tokens, to place")] = 16,
     out: Annotated[Path, typer.Option(help="JSON; tables and a plot go beside it")] = Path("docs/results/store.json"),
 ) -> None:
     """GB/s of every tier against its raw medium. Starts a Redis of its own."""
     from benchmarks.store import Plan, measure, report
 
-    plan = Plan(tuple(map(float, megabytes.split(","))), rounds, tuple(codecs.split(",")))
+    plan = Plan(tuple(map(float, megabytes.split(","))), rounds, tuple(codecs.split(",")), chunks)
     report(measure(plan, load_settings().data_dir, shlex.join(["prophetkv", *sys.argv[1:]])), out)

@@ -46,11 +46,12 @@ _LOADS = 64
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`megabytes`: entry sizes; `rounds` of every way, interleaved; `codecs` to place."""
+    """`megabytes`: entry sizes; `rounds` of every way, interleaved; `codecs` and how many `chunks` to place."""
 
     megabytes: tuple[float, ...] = (1, 4, 12, 64)
     rounds: int = 15
     codecs: tuple[str, ...] = tuple(CODECS)
+    chunks: int = 16
 
 
 Way = Callable[[], None]
@@ -71,9 +72,9 @@ def measure(plan: Plan, folder: Path, command: str) -> dict[str, Any]:
 
 
 def _memory(codec: str, dtype: torch.dtype, plan: Plan) -> dict[str, Any]:
-    """Placing 16 chunks of a model of the 0.5B class on one thread, as the compiled kernel does."""
+    """Placing chunks of a model of the 0.5B class on one thread, as the compiled kernel does."""
     threads = torch.get_num_threads()
-    layers, kv_heads, head_dim, chunks = 24, 2, 64, 16
+    layers, kv_heads, head_dim, chunks = 24, 2, 64, plan.chunks
     kv = [_kv(KVLayout(layers, kv_heads, head_dim, dtype, codec), _TOKENS, seed) for seed in range(chunks)]
     raw = [_kv(KVLayout(layers, kv_heads, head_dim, dtype), _TOKENS, seed) for seed in range(chunks)]
     views = [[chunk.layer(layer).unbind() for chunk in raw] for layer in range(layers)]

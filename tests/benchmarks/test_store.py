@@ -14,8 +14,8 @@ from benchmarks.cli import app
 def test_a_small_run_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROPHETKV_DATA_DIR", str(tmp_path / "data"))
     out = tmp_path / "store.json"
-    options = ["store", "--megabytes", "0.2,5", "--rounds", "2", "--codecs", "raw,int8", "--out", str(out)]
-    result = CliRunner().invoke(app, options)
+    options = "store --megabytes 0.2,5 --rounds 2 --codecs raw,int8 --chunks 1 --out"
+    result = CliRunner().invoke(app, [*options.split(), str(out)])
     assert result.exit_code == 0, result.output
     told = json.loads(out.read_text())
     assert [row["codec"] for row in told["memory"]] == ["raw", "raw", "int8", "int8"]
