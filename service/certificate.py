@@ -31,7 +31,8 @@ from errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_KL = 0.01  # nats a row, mean
+# Nats a row, mean. Where 0.0049 was measured RULER's score fell by 3 points, at 0.0018 by none that 72 prompts show.
+MAX_KL = 0.003
 MIN_OVERLAP = 0.9  # of the tokens that Stage I chooses
 _FILE = "certificates.json"
 _METHOD = "1"  # names what is measured and how; what another method found does not count
