@@ -116,14 +116,11 @@ class TieredStore:
             fetch.end()
         return fetch
 
-    def locate(self, chunk: Chunk) -> str | None:
-        """The name of the first tier that holds the chunk, without loading it; a tier that fails holds nothing."""
-        return self.locate_many([chunk])[0][0]
-
     def locate_many(self, chunks: Sequence[Chunk]) -> tuple[list[str | None], tuple[str, ...]]:
-        """`locate` of each chunk, with one question to each tier, and what failed.
+        """Of each chunk the first tier that holds it, with one question to each tier and no load; and what failed.
 
-        What somebody has read, or is reading, is there even if its tier has failed or evicted it since.
+        A tier that fails holds nothing. What somebody has read, or is reading, is there even if its tier has failed or
+        evicted it since.
         """
         found: list[str | None] = [None] * len(chunks)
         faults: tuple[str, ...] = ()

@@ -556,7 +556,7 @@ def test_a_disk_that_hangs_when_asked_what_it_holds_is_given_up(tmp_path: Path) 
     assert disk.asked == 3
     gate.set()
     deadline = time.monotonic() + 30
-    while store.locate(chunk_of(1)) != "disk":
+    while store.locate_many([chunk_of(1)]) != (["disk"], ()):
         assert time.monotonic() < deadline
     store.close()
 

@@ -254,7 +254,6 @@ def test_a_chunk_is_located_without_loading_it(tmp_path: Path, redis_server: Red
     places, faults = store.locate_many([chunk_of(number) for number in (3, 1, 4, 2)])
     assert places == ["redis", "memory", None, "disk"]
     assert faults == ("sick tier: it burns",)
-    assert store.locate(chunk_of(2)) == "disk"
     assert sum(tier.stats.hits + tier.stats.misses for tier in store.tiers) == 0
     store.close()
 
@@ -266,10 +265,10 @@ def test_what_has_been_read_is_located_although_its_tier_has_lost_it(tmp_path: P
     fetch = store.fetch(chunk_of(1))
     assert fetch.wait(1 << 30, 10)
     disk.delete([chunk_of(1).key])
-    assert store.locate(chunk_of(1)) == "disk"
+    assert store.locate_many([chunk_of(1)]) == (["disk"], ())
     assert store.fetch(chunk_of(1)) is fetch
     del fetch
-    assert store.locate(chunk_of(1)) is None
+    assert store.locate_many([chunk_of(1)]) == ([None], ())
     store.close()
 
 
