@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -40,8 +40,8 @@ def score_table(records: Sequence[Record]) -> Table:
     """Methods by tasks as in the paper's tables, for the records of one suite: points of 100, the mean over tasks last.
 
     Of each task only the prompts count that every method has which has the task at all, so that an unfinished run does
-    not compare different prompts. Failures do not count. A method's mean is there only when it has every task.
-    Raises InvalidInput when there are no records or those of several suites or models.
+    not compare different prompts; the last row says how many. Failures do not count. A method's mean is there only when
+    it has every task. Raises InvalidInput when there are no records or those of several suites or models.
     """
     if len({(record.suite, record.model) for record in records}) != 1:
         raise InvalidInput("a score table is made of the records of one suite and one model")
@@ -50,21 +50,23 @@ def score_table(records: Sequence[Record]) -> Table:
         of_task = scores[record.task]
         if not record.error:
             of_task[record.method][record.digest] = record.score
-    rows = []
+    shared = {task: _in_all(methods.values()) for task, methods in scores.items()}
+    rows: list[tuple[Cell, ...]] = []
     for method in dict.fromkeys(record.method for record in records):
-        means = [_points(methods, method) for methods in scores.values()]
+        means = [
+            100 * fmean(methods[method][digest] for digest in shared[task])
+            if method in methods and shared[task]
+            else None
+            for task, methods in scores.items()
+        ]
         known = [mean for mean in means if mean is not None]
         rows.append((method, *means, fmean(known) if len(known) == len(means) else None))
-    return Table(("method", *scores, "mean"), tuple(rows))
+    counts = [len(digests) for digests in shared.values()]
+    return Table(("method", *scores, "mean"), (*rows, ("prompts", *counts, sum(counts))))
 
 
-def _points(methods: dict[str, dict[str, float]], method: str) -> float | None:
-    if method not in methods:
-        return None
-    shared = set.intersection(*(set(scores) for scores in methods.values()))
-    if not shared:
-        return None
-    return 100 * fmean(methods[method][digest] for digest in shared)
+def _in_all(scores: Collection[Mapping[str, float]]) -> set[str]:
+    return set.intersection(*map(set, scores)) if scores else set()
 
 
 def _shown(cell: Cell) -> str:

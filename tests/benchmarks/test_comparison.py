@@ -258,6 +258,7 @@ def test_the_table_of_scores_is_the_papers() -> None:
         ("none", 0.0, 0.0, 0.0),
         ("naive", 50.0, 25.0, 37.5),
         ("prophetkv ratio=0.2", 75.0, 100.0, 87.5),
+        ("prompts", 8, 8, 16),
     )
 
 
@@ -271,6 +272,7 @@ def test_an_unfinished_run_compares_the_same_prompts() -> None:
         ("full", 100.0, 100.0, None, None),
         ("naive", 50.0, None, None, None),
         ("epic", None, None, 50.0, None),
+        ("prompts", 1, 1, 1, 3),
     )
 
 
@@ -284,6 +286,7 @@ def test_failures_count_in_no_table() -> None:
     assert score_table(records).rows == (
         ("full", 100.0, 100.0, None, None),
         ("naive", 50.0, None, None, None),
+        ("prompts", 1, 1, 0, 2),
     )
 
 
