@@ -117,7 +117,7 @@ def longbench(
 
 @app.command()
 def musique(
-    path: Annotated[Path, typer.Argument(help="JSON list of {question, answers: [text], ctxs: [{title, text}]}")],
+    path: Annotated[Path, typer.Argument(help="JSON list of questions with answers and ctxs, each a title and a text")],
     out: Out,
     samples: Samples = 20,
     strategies: Strategies = _DEFAULT,
