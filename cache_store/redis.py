@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.connection import UnixDomainSocketConnection, parse_url
 from redis.exceptions import AskError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -51,7 +51,7 @@ class RedisStore:
     """Entries in the Redis at `url`; no operation waits longer than `timeout` seconds for a byte.
 
     Besides the URLs of redis-py there are `redis+sentinel://[user:password@]host:port[,host:port]/service[/db]` and
-    `redis+cluster://[user:password@]host:port[,host:port]`.
+    `redis+cluster://[user:password@]host:port[,host:port]`, over TLS with `rediss`, and with redis-py's options.
     """
 
     name = "redis"
@@ -268,7 +268,10 @@ class _Server:
 
     def __init__(self, url: str, timeout: float) -> None:
         self._url = url
-        self._scheme, _, self._rest = url.partition("://")
+        scheme, _, rest = url.partition("://")
+        protocol, _, self._kind = scheme.partition("+")
+        self._rest, _, self._query = rest.partition("?")
+        self._tls = protocol == "rediss"
         # Nothing is asked twice: whoever asks has another tier to turn to.
         self._options = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         self._lock = threading.Lock()
@@ -288,7 +291,9 @@ class _Server:
 
     def address(self, name: str) -> Address | None:
         """Where the value `name` is; None when only redis-py can reach it."""
-        if self._scheme == "redis+cluster":
+        if self._tls:
+            return None
+        if self._kind == "cluster":
             return self.ask(partial(_node_address, name, self._credentials()))
         if self._master is None:
             self._master = self.ask(self._find_master)
@@ -308,36 +313,34 @@ class _Server:
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
-            elif self._stale and self._scheme == "redis+cluster":
+            elif self._stale and self._kind == "cluster":
                 self._client.nodes_manager.initialize()
             self._stale = False
             return self._client
 
     def _connect(self) -> Any:
         never = Retry(NoBackoff(), 0)
-        if self._scheme == "redis+cluster":
-            nodes = [_Node(host, port) for host, port in self._nodes()]
-            return _Cluster(startup_nodes=nodes, retry=never, **self._credentials(), **self._options)
-        if self._scheme == "redis+sentinel":
-            service, _, db = self._path().partition("/")
-            nodes = self._nodes()
-            # They are asked one after the other: none of them may take the time of all.
-            options = {name: seconds / len(nodes) for name, seconds in self._options.items()}
-            sentinel = _Sentinel(nodes, sentinel_kwargs={"retry": never, **options})
-            return sentinel.master_for(service, retry=never, db=int(db or 0), **self._credentials(), **self._options)
-        return redis.Redis.from_url(self._url, retry=never, **self._options)
+        if not self._kind:
+            return redis.Redis.from_url(self._url, retry=never, **self._options)
+        common = {"retry": never, "ssl": self._tls, **_parse(f"redis://?{self._query}"), **self._options}
+        nodes = self._nodes()
+        if self._kind == "cluster":
+            return _Cluster(startup_nodes=[_Node(*node) for node in nodes], **self._credentials(), **common)
+        service, _, db = self._path().partition("/")
+        # They are asked one after the other: none of them may take the time of all.
+        patience = {name: seconds / len(nodes) for name, seconds in self._options.items()}
+        sentinel = _Sentinel(nodes, sentinel_kwargs={**common, **patience})
+        return sentinel.master_for(service, db=int(db or 0), **self._credentials(), **common)
 
     def _find_master(self, client: redis.Redis) -> Address | None:
-        if self._scheme == "redis+sentinel":
+        if self._kind == "sentinel":
             pool: Any = client.connection_pool
             host, port = pool.get_master_address()
             _, _, db = self._path().partition("/")
             return Address(host, port, db=int(db or 0), **self._credentials())
         found = client.connection_pool.connection_kwargs
-        kind = _parse(self._url).get("connection_class")
-        if kind is SSLConnection:
-            return None
-        path = found.get("path") if kind is UnixDomainSocketConnection else None
+        over_unix = _parse(self._url).get("connection_class") is UnixDomainSocketConnection
+        path = found.get("path") if over_unix else None
         return Address(
             found.get("host", "localhost"),
             found.get("port", 6379),

@@ -21,7 +21,11 @@ PREFIX = "PROPHETKV_"
 _ENV_FILE = ".env"
 
 GIB = 1 << 30
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://")
+_REDIS_SCHEMES = (
+    *("redis://", "redis+sentinel://", "redis+cluster://"),
+    *("rediss://", "rediss+sentinel://", "rediss+cluster://"),
+    "unix://",
+)
 
 SYSTEM_PROMPT = (
     "You answer questions from the numbered sources that the user gives. Answer briefly and only with what the "

@@ -335,13 +335,35 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._certificate: Path | None = None
+
+    def use_tls(self) -> None:
+        """The servers that start from now on take nothing else."""
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+        arguments = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext {names}"
+        files = ["-keyout", "key.pem", "-out", "cert.pem"]
+        subprocess.run(["openssl", *arguments.split(), *files], cwd=self._folder, check=True, capture_output=True)
+        self._certificate = self._folder / "cert.pem"
+
+    def url(self, scheme: str, port: int, path: str = "") -> str:
+        if self._certificate is None:
+            return f"{scheme}://127.0.0.1:{port}{path}"
+        return f"{scheme.replace('redis', 'rediss')}://127.0.0.1:{port}{path}?ssl_ca_certs={self._certificate}"
+
+    def client(self, port: int) -> Any:
+        return redis.Redis.from_url(self.url("redis", port))
 
     def start(self, *options: str, sentinel: bool = False) -> int:
         port = free_port()
         home = self._folder / str(port)
         home.mkdir()
         config = home / "redis.conf"
-        config.write_text("\n".join((f"port {port}", f"dir {home}", 'save ""', *options)) + "\n")
+        listening = [f"port {port}"]
+        if self._certificate is not None:
+            key, certificate = self._certificate.with_name("key.pem"), self._certificate
+            listening = ["port 0", f"tls-port {port}", "tls-cluster yes", "tls-replication yes", "tls-auth-clients no"]
+            listening += [f"tls-key-file {key}", f"tls-cert-file {certificate}", f"tls-ca-cert-file {certificate}"]
+        config.write_text("\n".join((*listening, f"dir {home}", 'save ""', *options)) + "\n")
         command = ["redis-server", str(config), *(["--sentinel"] if sentinel else [])]
         self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         return port
@@ -425,7 +447,7 @@ def _cluster(servers: Servers, stack: ExitStack, node_timeout: int) -> tuple[lis
     buses = [free_port() for _ in range(3)]
     options = ["cluster-enabled yes", f"cluster-node-timeout {node_timeout}"]
     ports = [servers.start(*options, f"cluster-port {bus}") for bus in buses]
-    clients = [stack.enter_context(redis.Redis(port=port)) for port in ports]
+    clients = [stack.enter_context(servers.client(port)) for port in ports]
     _until(lambda: all(client.ping() for client in clients))
     for index, client in enumerate(clients):
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * 5462, min(16383, index * 5462 + 5461))
@@ -435,11 +457,14 @@ def _cluster(servers: Servers, stack: ExitStack, node_timeout: int) -> tuple[lis
     return ports, clients
 
 
-def test_a_cluster_of_three(servers: Servers) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_cluster_of_three(servers: Servers, tls: bool) -> None:
     """Entries of several values on all nodes, a slot that moves, a node that dies."""
+    if tls:
+        servers.use_tls()
     with ExitStack() as stack:
         ports, clients = _cluster(servers, stack, 2000)
-        store = RedisStore(f"redis+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}", LARGE, timeout=2)
+        store = RedisStore(servers.url("redis+cluster", ports[0], f",127.0.0.1:{ports[1]}"), LARGE, timeout=2)
         chunks, kv = [chunk_of(number, 200) for number in range(12)], kv_of(1, 200, LARGE)
         for chunk in chunks:
             store.put(chunk, kv)
@@ -507,7 +532,10 @@ def test_a_replica_takes_the_place_of_a_node_of_a_cluster(servers: Servers) -> N
         store.close()
 
 
-def test_a_master_behind_sentinel_that_changes(servers: Servers) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_master_behind_sentinel_that_changes(servers: Servers, tls: bool) -> None:
+    if tls:
+        servers.use_tls()
     first = servers.start()
     second = servers.start(f"replicaof 127.0.0.1 {first}")
     watch = servers.start(
@@ -516,10 +544,10 @@ def test_a_master_behind_sentinel_that_changes(servers: Servers) -> None:
         "sentinel failover-timeout kv 3000",
         sentinel=True,
     )
-    with redis.Redis(port=second) as replica, redis.Redis(port=watch) as sentinel:
+    with servers.client(second) as replica, servers.client(watch) as sentinel:
         _until(lambda: replica.info("replication")["master_link_status"] == "up")
         _until(lambda: sentinel.execute_command("SENTINEL", "REPLICAS", "kv") != [])
-        store = RedisStore(f"redis+sentinel://127.0.0.1:{watch}/kv", LAYOUT, timeout=1)
+        store = RedisStore(servers.url("redis+sentinel", watch, "/kv"), LAYOUT, timeout=1)
         store.put(chunk_of(1), kv_of(1))
         _until(lambda: len(replica.keys("*")) == 1)
         servers.stop(0)
@@ -621,21 +649,10 @@ def test_sentinels_that_are_down_or_frozen_cost_a_timeout_in_all(kind: str) -> N
         store.close()
 
 
-def test_over_tls(servers: Servers, tmp_path: Path) -> None:
-    arguments = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run(
-        ["openssl", *arguments.split(), "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
-    port = free_port()
-    files = [
-        f"tls-{kind} {tmp_path}/{file}.pem"
-        for kind, file in (("cert-file", "cert"), ("key-file", "key"), ("ca-cert-file", "cert"))
-    ]
-    servers.start(f"tls-port {port}", "tls-auth-clients no", *files)
-    store = RedisStore(f"rediss://localhost:{port}/0?ssl_ca_certs={tmp_path}/cert.pem", LARGE, timeout=2)
+def test_over_tls(servers: Servers) -> None:
+    servers.use_tls()
+    port = servers.start()
+    store = RedisStore(servers.url("redis", port, "/0"), LARGE, timeout=2)
 
     def put() -> bool:
         try:
@@ -647,7 +664,7 @@ def test_over_tls(servers: Servers, tmp_path: Path) -> None:
     _until(put)
     assert same(store.get(chunk_of(1, 1024)), kv_of(1, 1024, LARGE))
     assert store.get(chunk_of(2, 1024)) is None
-    with redis.Redis.from_url(f"rediss://localhost:{port}/0?ssl_ca_certs={tmp_path}/cert.pem") as client:
+    with servers.client(port) as client:
         client.delete(f"prophetkv:{{{chunk_of(1).key}}}:2")
     assert store.get(chunk_of(1, 1024)) is None
     assert store.stats.rejected == {"incomplete": 1}
