@@ -1,4 +1,4 @@
-"""Redis tier: an entry cut into values of at most 4 MiB, for larger ones are slow to move (a measured cliff at 8 MiB).
+"""Redis tier: an entry cut into values of at most 2 MiB, for larger ones are slow to move (ADR 3).
 
 The server evicts by itself (`maxmemory`, `allkeys-lfu`); a missing value makes the entry a miss. Bulk values travel
 over connections of our own (`resp.py`), to the node that Sentinel or the cluster names; redis-py does everything else,
@@ -33,8 +33,8 @@ from errors import CorruptEntry, StoreMoved, StoreUnavailable
 log = logging.getLogger(__name__)
 
 # Of an entry in one value, and read before they are verified: in smaller steps the server waits too often.
-VALUE_BYTES = 4 << 20
-MAX_VALUES = 256  # 1 GiB an entry; larger ones are not kept here
+VALUE_BYTES = 2 << 20
+MAX_VALUES = 256  # 512 MiB an entry; larger ones are not kept here
 _IDLE_CONNECTIONS = 8
 _PIPELINED = 1000  # commands on their way at a time
 
