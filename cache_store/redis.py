@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import UnixDomainSocketConnection, parse_url
+from redis.connection import parse_url
 from redis.exceptions import AskError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -339,12 +339,10 @@ class _Server:
             _, _, db = self._path().partition("/")
             return Address(host, port, db=int(db or 0), **self._credentials())
         found = client.connection_pool.connection_kwargs
-        over_unix = _parse(self._url).get("connection_class") is UnixDomainSocketConnection
-        path = found.get("path") if over_unix else None
         return Address(
             found.get("host", "localhost"),
             found.get("port", 6379),
-            path,
+            found.get("path"),  # of a Unix socket
             found.get("username"),
             found.get("password"),
             int(found.get("db") or 0),
