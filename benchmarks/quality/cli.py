@@ -150,6 +150,7 @@ def paper(
     samples: Annotated[int, typer.Option(help="prompts of each task at most")] = 20,
     ttft_lengths: Annotated[str, typer.Option(help="context tokens of Tables 2 and 4; default: RULER's lengths")] = "",
     seed: Seed = 0,
+    jobs: Jobs = 1,
     longbench: Annotated[Path | None, typer.Option(help="folder of LongBench's JSONL files")] = None,
     musique: Annotated[Path | None, typer.Option(help="MuSiQue's JSON, for Figure 8")] = None,
     haystack: Haystack = None,
@@ -165,6 +166,7 @@ def paper(
         reproduce_paper(
             model,
             Budget(minutes, _STARTED),
+            jobs,
             Data(longbench, musique, haystack, squad, hotpotqa),
             out,
             Scale(

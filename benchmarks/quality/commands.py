@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,8 @@ def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
     plan = make_plan(evaluator)
     with ExitStack() as stack:
         results = stack.enter_context(open_results(options.out, {**evaluator.settings(), **plan.settings}))
-        workers = None
-        if options.jobs > 1:
-            workers = Workers(options.jobs, source, options.chunk_tokens, threads or os.cpu_count() or 1)
-            stack.callback(workers.close)
-        else:
+        workers = stack.enter_context(workers_of(source, threads, options.jobs))
+        if workers is None:
             evaluator.warm_up()
         budget = Budget(options.minutes, options.started)
         outcome = run(plan, evaluator, methods, results, budget, console=console, workers=workers)
@@ -79,6 +76,17 @@ def model_source(model: str | None) -> tuple[ModelSource, int]:
     folder = resolve_language_model(settings.model, settings.model_cache, settings.device, settings.dtype)
     name = Path(settings.model).name if Path(settings.model).is_dir() else settings.model
     return ModelSource(name, folder, settings.device, settings.dtype, settings.kv_codec), settings.threads
+
+
+@contextmanager
+def workers_of(source: ModelSource, threads: int, jobs: int) -> Iterator[Workers | None]:
+    """Processes for several jobs; one needs none."""
+    workers = Workers(jobs, source, threads or os.cpu_count() or 1) if jobs > 1 else None
+    try:
+        yield workers
+    finally:
+        if workers is not None:
+            workers.close()
 
 
 def differences(a: Run, b: Run, pair: tuple[str, str] | None = None) -> str:
@@ -111,16 +119,17 @@ def differences(a: Run, b: Run, pair: tuple[str, str] | None = None) -> str:
     return "".join([*(f"\n{line}" for line in lines), "\n" if lines else "", *tables])
 
 
-def reproduce_paper(model: str | None, budget: Budget, data: Data, out: Path, scale: Scale) -> None:
+def reproduce_paper(model: str | None, budget: Budget, jobs: int, data: Data, out: Path, scale: Scale) -> None:
     """Makes the paper's tables and figures in a folder. Ends with status 1 when a part failed."""
     try:
         from benchmarks.quality.paper.reproduce import check, reproduce
     except ImportError as error:
         raise ConfigError("the figures need matplotlib: pip install 'prophetkv-service[eval]'") from error
     source, threads = model_source(model)
-    job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True), source.codec)
-    check(job)
-    done = reproduce(job, budget, shlex.join(["prophetkv", *sys.argv[1:]]))
+    with workers_of(source, threads, jobs) as workers:
+        job = Job(source.load(threads), source.name, out, scale, data, Console(stderr=True), source.codec, workers)
+        check(job)
+        done = reproduce(job, budget, shlex.join(["prophetkv", *sys.argv[1:]]))
     print(out / "index.md")
     if not done:
         raise typer.Exit(1)

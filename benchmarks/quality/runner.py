@@ -24,6 +24,7 @@ from benchmarks.quality.evaluator import Evaluator, ModelSource, Work
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record, ResultFile
 from benchmarks.quality.suites import Plan, PromptId
+from engine.model import Model
 from errors import ConfigError, PromptTooLong
 
 _DAY, _MOMENT = 86400.0, 0.2  # seconds
@@ -106,7 +107,7 @@ def run(
     with progress(console, total) as advance:
         end = budget.whole_end
         if workers is not None:
-            records = workers.records(work(), end)
+            records = workers.records(evaluator, work(), end)
         else:
             records = chain.from_iterable(_until(end, evaluator.records(one)) for one in work())
         for record in records:
@@ -117,23 +118,23 @@ def run(
 class Workers:
     """Processes that each hold the model. Their threads share the cores."""
 
-    def __init__(self, count: int, source: ModelSource, chunk_tokens: int | None, threads: int) -> None:
+    def __init__(self, count: int, source: ModelSource, threads: int) -> None:
         self._count = count
         context = multiprocessing.get_context("spawn")  # a forked torch hangs
         self._records: SimpleQueue[Record] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(
-            count, context, _begin_worker, (source, chunk_tokens, max(1, threads // count), self._records)
+            count, context, _begin_worker, (source, max(1, threads // count), self._records)
         )
 
-    def records(self, work: Iterable[Work], end: float) -> Iterator[Record]:
-        """The records of every prompt as each is done, as far as they are begun before `end`.
+    def records(self, evaluator: Evaluator, work: Iterable[Work], end: float) -> Iterator[Record]:
+        """The records that such an evaluator computes of every prompt, as each is done and if it is begun before `end`.
 
         Raises ConfigError when a process has died.
         """
         running: set[Future[None]] = set()
         try:
             for one in work:
-                running.add(self._pool.submit(_work, one, end))
+                running.add(self._pool.submit(_work, type(evaluator), evaluator.chunk_tokens, one, end))
                 while len(running) == self._count:
                     yield from self._arrived(running)
             while running:
@@ -231,18 +232,31 @@ def _until(end: float, records: Iterable[Record]) -> Iterator[Record]:
             return
 
 
-_worker: tuple[Evaluator, SimpleQueue[Record]] | None = None  # of a worker process
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What a worker process holds."""
+
+    source: ModelSource
+    model: Model
+    records: SimpleQueue[Record]
+    evaluators: dict[tuple[type[Evaluator], int | None], Evaluator] = field(default_factory=dict)
+
+    def evaluator(self, kind: type[Evaluator], chunk_tokens: int | None) -> Evaluator:
+        if (kind, chunk_tokens) not in self.evaluators:
+            self.evaluators[kind, chunk_tokens] = kind(self.model, self.source.name, chunk_tokens, self.source.codec)
+        return self.evaluators[kind, chunk_tokens]
 
 
-def _begin_worker(source: ModelSource, chunk_tokens: int | None, threads: int, records: SimpleQueue[Record]) -> None:
+_worker: _Worker | None = None
+
+
+def _begin_worker(source: ModelSource, threads: int, records: SimpleQueue[Record]) -> None:
     global _worker
-    evaluator = Evaluator(source.load(threads), source.name, chunk_tokens, source.codec)
-    evaluator.warm_up()
-    _worker = evaluator, records
+    _worker = _Worker(source, source.load(threads), records)
+    _worker.evaluator(Evaluator, None).warm_up()
 
 
-def _work(work: Work, end: float) -> None:
+def _work(kind: type[Evaluator], chunk_tokens: int | None, work: Work, end: float) -> None:
     assert _worker is not None
-    evaluator, records = _worker
-    for record in _until(end, evaluator.records(work)):
-        records.put(record)
+    for record in _until(end, _worker.evaluator(kind, chunk_tokens).records(work)):
+        _worker.records.put(record)

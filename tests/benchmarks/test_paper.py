@@ -10,7 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.quality.evaluator import Evaluator
+from benchmarks.quality.commands import workers_of
+from benchmarks.quality.evaluator import Evaluator, ModelSource
 from benchmarks.quality.measure import Measured, PromptRun
 from benchmarks.quality.methods import Method, parse_methods
 from benchmarks.quality.paper import figures, tables
@@ -35,6 +36,7 @@ from benchmarks.quality.paper.published import (
     TTFT,
 )
 from benchmarks.quality.paper.reproduce import PARTS, Part, check, reproduce
+from benchmarks.quality.results import load
 from benchmarks.quality.runner import Budget
 from benchmarks.quality.sample import Sample
 from benchmarks.quality.suites import PromptId
@@ -42,7 +44,7 @@ from engine.model import Model
 from errors import ConfigError, InvalidInput, NumericalFault, PromptTooLong
 from tests.benchmarks.records import record
 from tests.benchmarks.test_runner import write_longbench, write_musique
-from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, one_thread, sample
+from tests.benchmarks.tiny_prompts import CHUNK_TOKENS, one_thread, sample, without_times
 from tests.tiny import plain_module
 
 FIGURES = ("figure-2", "figure-3", "figure-4", "figure-6", "figure-8", "figure-9", "figure-10")
@@ -184,6 +186,25 @@ def test_a_figure_of_chunk_sizes_compares_the_same_prompts(
     assert rows["full"][1] == rows["full"][2]
     assert figure.detail is not None
     assert {row[3] for row in figure.detail.rows} == {1}
+
+
+def test_processes_measure_the_same(
+    model: Model, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What attention tells and answers over chunks of several sizes, by the same processes."""
+    monkeypatch.setattr(figures, "SMALL_RATIOS", (0.2,))
+    monkeypatch.setattr(figures, "CHUNK_SIZES", (128, 512))
+    here, there = (replace(job(model, tmp_path / name), codec="int8") for name in ("here", "there"))
+    with workers_of(ModelSource("tiny", tiny_folder, "cpu", "float32", "int8"), 2, 2) as workers:
+        for part in (figures.figures_3_and_4, figures.figure_6, figures.figure_9, figures.figure_10):
+            part(here, Budget(10))
+            part(replace(there, workers=workers), Budget(10))
+    names = sorted(path.name for path in here.out.glob("records/*"))
+    assert names == ["overlap.jsonl", "recovery.jsonl", "residual.jsonl", "ruler-chunks-128.jsonl", "ruler.jsonl"]
+    for name in names:
+        made_here, made_there = (load(one.out / "records" / name) for one in (here, there))
+        assert made_here[0] == made_there[0]
+        assert without_times(made_here[1]) == without_times(made_there[1])
 
 
 def test_a_part_that_fails_is_said_and_the_others_go_on(

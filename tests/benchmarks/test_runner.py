@@ -110,7 +110,7 @@ def test_more_prompts_and_methods_can_be_added(evaluator: Evaluator, whole: Path
 
 def test_processes_compute_the_same(source: ModelSource, evaluator: Evaluator, whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    workers = Workers(2, source, CHUNK_TOKENS, threads=2)
+    workers = Workers(2, source, threads=2)
     try:
         assert run_into(path, evaluator, workers=workers).added == 32
     finally:
@@ -262,9 +262,12 @@ def test_the_end_of_a_budget_cuts_a_prompt_and_nothing_is_lost(
     assert without_times(load(path)[1]) == without_times(load(whole)[1])
 
 
-def test_a_process_that_dies_loses_nothing_that_was_done(source: ModelSource, whole: Path) -> None:
-    workers = Workers(1, source, CHUNK_TOKENS, threads=1)
-    records = workers.records((Work(sample(index), tuple(methods())) for index in range(40)), math.inf)
+def test_a_process_that_dies_loses_nothing_that_was_done(
+    source: ModelSource, evaluator: Evaluator, whole: Path
+) -> None:
+    workers = Workers(1, source, threads=1)
+    work = (Work(sample(index), tuple(methods())) for index in range(40))
+    records = workers.records(evaluator, work, math.inf)
     kept = [next(records) for _ in range(11)]
     (child,) = multiprocessing.active_children()
     os.kill(child.pid or 0, signal.SIGKILL)

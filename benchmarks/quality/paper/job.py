@@ -14,7 +14,7 @@ from benchmarks.quality.evaluator import Evaluator
 from benchmarks.quality.methods import Method
 from benchmarks.quality.results import Record, load, open_results
 from benchmarks.quality.ruler import NEEDS
-from benchmarks.quality.runner import Budget, run
+from benchmarks.quality.runner import Budget, Workers, run
 from benchmarks.quality.statistics import Interval, mean_interval
 from benchmarks.quality.suites import Plan, ruler_plan
 from engine.model import Model
@@ -76,6 +76,7 @@ class Job:
     data: Data
     console: Console
     codec: str = "raw"  # how chunk KV is written
+    workers: Workers | None = None
 
     @property
     def curve_tasks(self) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ class Job:
         """
         path = self.file(f"{name}.jsonl")
         with open_results(path, {**evaluator.settings(), **plan.settings}) as results:
-            outcome = run(plan, evaluator, methods, results, budget, console=self.console)
+            outcome = run(plan, evaluator, methods, results, budget, console=self.console, workers=self.workers)
         names = {method.name for method in methods}
         wanted = {(prompt.suite, prompt.task, prompt.index) for prompt in plan.prompts}
         found = [
