@@ -221,6 +221,22 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(
     assert (tmp_path / "figure-2.png").exists()
 
 
+def test_a_part_without_its_data_takes_no_time_from_the_others(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def note(job: Job, budget: Budget) -> list[Artefact]:
+        given.append(budget.left())
+        return []
+
+    parts = (Part(note, 1, ()), Part(note, 3, (), needs="longbench"))
+    monkeypatch.setattr("benchmarks.quality.paper.reproduce.PARTS", parts)
+    for data in ({}, {"longbench": tmp_path}):
+        assert reproduce(job(model, tmp_path, **data), Budget(100), "prophetkv")
+    assert [round(seconds, -2) for seconds in given] == [6000, 0, 1500, 6000]
+
+
 def test_bad_paths_are_said_before_the_work_begins(model: Model, tmp_path: Path) -> None:
     for data in ({"longbench": tmp_path}, {"musique": tmp_path / "none"}, {"haystack": tmp_path / "none"}):
         with pytest.raises(InvalidInput):

@@ -20,11 +20,19 @@ from errors import ConfigError, InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What makes some artefacts; their stems and titles stand for them when it is not run. share: its weight."""
+    """What makes some artefacts; their stems and titles stand for them when it is not run.
+
+    share: its weight; none when the path that it `needs`, a field of Data, is not given.
+    """
 
     make: Callable[[Job, Budget], list[Artefact]]
     share: float
     artefacts: tuple[tuple[str, str], ...]
+    needs: str | None = None
+
+    def weight(self, job: Job) -> float:
+        """Of this part in the job's time."""
+        return self.share if self.needs is None or getattr(job.data, self.needs) is not None else 0.0
 
 
 PARTS = (
@@ -36,7 +44,7 @@ PARTS = (
     Part(figures.figure_9, 10, (("figure-9", "Figure 9"),)),
     Part(figures.figure_8, 16, (("figure-8", "Figure 8"),)),
     Part(figures.figure_10, 12, (("figure-10", "Figure 10"),)),
-    Part(tables.longbench_tables, 10, (("table-longbench", "Tables 1, 7 and 8: LongBench"),)),
+    Part(tables.longbench_tables, 10, (("table-longbench", "Tables 1, 7 and 8: LongBench"),), needs="longbench"),
 )
 
 
@@ -71,8 +79,8 @@ def reproduce(job: Job, budget: Budget, command: str) -> bool:
     job.evaluator().warm_up()
     made: list[Artefact] = []
     for number, part in enumerate(PARTS):
-        share = part.share / sum(later.share for later in PARTS[number:])
-        made += _attempt(job, part, budget, share)
+        left = sum(later.weight(job) for later in PARTS[number:])
+        made += _attempt(job, part, budget, part.weight(job) / left if left else 0.0)
     made += _attempt(job, Part(_time, 1, (("time", "Where the time went"),)), Budget(None), 1)
     pages = [write(job.out, artefact) for artefact in made]
     (job.out / "index.md").write_text("\n".join([_head(job, budget, command), *pages]))
