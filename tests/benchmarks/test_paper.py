@@ -388,6 +388,23 @@ def test_a_curve_lacks_what_failed_on_every_prompt() -> None:
     assert [ratio for ratio, _ in lines["none"]] == [0.0, 1.0]
 
 
+def test_too_few_prompts_are_not_called_alike() -> None:
+    """Five of a task, and one of each of six tasks, whose spread is unknown, show nothing; six that are alike do."""
+    told = {"few": ["vt"] * 5, "single": [*"abcdef"], "alike": ["vt"] * 6}
+    gaps = {
+        name: {
+            0.2: difference({str(n): (task, 1.0) for n, task in enumerate(tasks)}, dict.fromkeys("012345", ("", 1.0)))
+        }
+        for name, tasks in told.items()
+    }
+    few = "on too few prompts to be told apart"
+    assert figures._told_apart(gaps, "prophetkv") == [
+        f"paired with prophetkv, few is {few}",
+        f"paired with prophetkv, single is {few}",
+        "paired with prophetkv, alike is nowhere told apart",
+    ]
+
+
 def test_means_are_of_shared_prompts() -> None:
     records = [record("a", 0, 1.0), record("a", 1, 0.0), record("b", 0, 0.5)]
     found = shared(records, lambda one: one.method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -33,7 +34,7 @@ from benchmarks.quality.paper.plots import Line, Panel, plot_bars, plot_panels, 
 from benchmarks.quality.paper.published import STATEMENTS
 from benchmarks.quality.results import Record
 from benchmarks.quality.runner import Budget
-from benchmarks.quality.statistics import Interval
+from benchmarks.quality.statistics import LEAST_PAIRS, Interval
 from benchmarks.quality.suites import musique_plan
 from benchmarks.quality.tables import Cell, Table
 
@@ -325,7 +326,9 @@ def _told_apart(gaps: Mapping[str, Mapping[float, Interval]], against: str) -> l
             if gap.is_clear:
                 sides["above" if gap.mean > 0 else "below"].append(f"{x:g}")
         told = " and ".join(f"{side} it at {', '.join(at)}" for side, at in sides.items() if at)
-        claims.append(f"paired with {against}, {label} is {told or 'nowhere told apart'}")
+        unknown = all(gap.pairs < LEAST_PAIRS or math.isnan(gap.low) for gap in found.values())
+        otherwise = "on too few prompts to be told apart" if unknown else "nowhere told apart"
+        claims.append(f"paired with {against}, {label} is {told or otherwise}")
     return claims
 
 
