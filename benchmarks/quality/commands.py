@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,10 @@ def evaluate(options: Options, make_plan: Callable[[Evaluator], Plan]) -> None:
     evaluator = Evaluator(source.load(threads), source.name, options.chunk_tokens, source.codec)
     methods = parse_methods(split_specs(options.strategies), options.ratios, evaluator.model.layout.layers)
     plan = make_plan(evaluator)
-    with ExitStack() as stack:
-        results = stack.enter_context(open_results(options.out, {**evaluator.settings(), **plan.settings}))
-        workers = stack.enter_context(workers_of(source, threads, options.jobs))
+    with (
+        open_results(options.out, {**evaluator.settings(), **plan.settings}) as results,
+        workers_of(source, threads, options.jobs) as workers,
+    ):
         if workers is None:
             evaluator.warm_up()
         budget = Budget(options.minutes, options.started)
@@ -78,15 +79,9 @@ def model_source(model: str | None) -> tuple[ModelSource, int]:
     return ModelSource(name, folder, settings.device, settings.dtype, settings.kv_codec), settings.threads
 
 
-@contextmanager
-def workers_of(source: ModelSource, threads: int, jobs: int) -> Iterator[Workers | None]:
+def workers_of(source: ModelSource, threads: int, jobs: int) -> AbstractContextManager[Workers | None]:
     """Processes for several jobs; one needs none."""
-    workers = Workers(jobs, source, threads or os.cpu_count() or 1) if jobs > 1 else None
-    try:
-        yield workers
-    finally:
-        if workers is not None:
-            workers.close()
+    return closing(Workers(jobs, source, threads or os.cpu_count() or 1)) if jobs > 1 else nullcontext()
 
 
 def differences(a: Run, b: Run, pair: tuple[str, str] | None = None) -> str:
